@@ -1,0 +1,1 @@
+"""Reinforcement Learning with Decomposed Subtasks (RLDS) for language-model agents, in JAX."""

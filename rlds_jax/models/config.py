@@ -1,0 +1,80 @@
+"""Architecture hyper-parameters, to and from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of the Qwen3 / Qwen2.5 / Llama shape.
+
+    Attributes:
+      qk_norm: RMSNorm on query and key heads (Qwen3).
+      attention_bias: bias on the q, k, v projections (Qwen2.5).
+      tie_embeddings: the unembedding is the embedding.
+      max_positions: longest sequence the checkpoint claims to support.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    tie_embeddings: bool
+    rms_norm_eps: float = 1e-6
+    qk_norm: bool = True
+    attention_bias: bool = False
+    max_positions: int = 32768
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
+        """Reads the fields of a transformers config.json.
+
+        Raises:
+          ValueError: the model type is not supported, or a field is missing.
+        """
+        model_type = hf.get("model_type")
+        if model_type not in ("qwen3", "qwen2", "llama"):
+            raise ValueError(
+                f"config.json: model_type {model_type!r} is not supported; use qwen3, qwen2 or llama"
+            )
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type != "default":
+            raise ValueError(f"config.json: rope_type {rope_type!r} is not supported; only default")
+        theta = hf.get("rope_theta", rope.get("rope_theta"))
+        if hf.get("use_sliding_window"):
+            raise ValueError("config.json: use_sliding_window is not supported; set it to false")
+        try:
+            heads = hf["num_attention_heads"]
+            return cls(
+                vocab_size=hf["vocab_size"],
+                hidden_size=hf["hidden_size"],
+                intermediate_size=hf["intermediate_size"],
+                num_layers=hf["num_hidden_layers"],
+                num_heads=heads,
+                num_kv_heads=hf.get("num_key_value_heads", heads),
+                head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+                rope_theta=float({"rope_theta": theta}["rope_theta"]),
+                tie_embeddings=hf.get("tie_word_embeddings", False),
+                rms_norm_eps=hf["rms_norm_eps"],
+                qk_norm=model_type == "qwen3",
+                attention_bias=hf.get("attention_bias", model_type == "qwen2"),
+                max_positions=hf["max_position_embeddings"],
+            )
+        except KeyError as error:
+            raise ValueError(f"config.json: field {error} is missing") from error
+        except TypeError as error:
+            raise ValueError("config.json: field 'rope_theta' is missing") from error
