@@ -48,7 +48,8 @@ class ModelConfig:
         model_type = hf.get("model_type")
         if model_type not in ("qwen3", "qwen2", "llama"):
             raise ValueError(
-                f"config.json: model_type {model_type!r} is not supported; use qwen3, qwen2 or llama"
+                f"config.json: model_type {model_type!r} is not supported; "
+                "use qwen3, qwen2 or llama"
             )
         rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -57,6 +58,13 @@ class ModelConfig:
         theta = hf.get("rope_theta", rope.get("rope_theta"))
         if hf.get("use_sliding_window"):
             raise ValueError("config.json: use_sliding_window is not supported; set it to false")
+        for field in ("attention_bias", "mlp_bias"):
+            if hf.get(field) and model_type != "qwen2":
+                raise ValueError(f"config.json: {field} is not supported for {model_type}")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise ValueError(
+                f"config.json: hidden_act {hf['hidden_act']!r} is not supported; only silu"
+            )
         try:
             heads = hf["num_attention_heads"]
             return cls(
@@ -71,10 +79,41 @@ class ModelConfig:
                 tie_embeddings=hf.get("tie_word_embeddings", False),
                 rms_norm_eps=hf["rms_norm_eps"],
                 qk_norm=model_type == "qwen3",
-                attention_bias=hf.get("attention_bias", model_type == "qwen2"),
+                attention_bias=model_type == "qwen2",
                 max_positions=hf["max_position_embeddings"],
             )
         except KeyError as error:
             raise ValueError(f"config.json: field {error} is missing") from error
         except TypeError as error:
             raise ValueError("config.json: field 'rope_theta' is missing") from error
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of a transformers config.json; the inverse of `from_hf`.
+
+        Raises:
+          ValueError: QK norm together with attention bias, which no supported architecture has.
+        """
+        if self.qk_norm and self.attention_bias:
+            raise ValueError(
+                "qk_norm and attention_bias together have no Hugging Face architecture"
+            )
+        model_type = "qwen3" if self.qk_norm else "qwen2" if self.attention_bias else "llama"
+        architecture = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}[model_type]
+        return {
+            "architectures": [f"{architecture}ForCausalLM"],
+            "model_type": model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": self.tie_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "attention_bias": False,
+            "max_position_embeddings": self.max_positions,
+        }

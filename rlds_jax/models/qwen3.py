@@ -1,0 +1,330 @@
+"""The decoder of Qwen3, Qwen2.5 and Llama as pure functions over a tree of parameters.
+
+`parameter_table` says everything about every parameter (Hugging Face name and orientation, shape,
+logical axes, initialiser); initialising, loading, saving and sharding all read it. Layers are
+stacked on a leading axis and run by one `lax.scan`, so compile time does not grow with depth.
+
+Let B be rows, L the row length, D hidden, H / KV query and key-value heads, hd head_dim, F the MLP
+width, V the vocabulary. RMSNorm, rotary, softmax and logits-to-logprob are computed in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax import lax
+
+from rlds_jax.models import attention as attention_lib
+from rlds_jax.models.config import ModelConfig
+
+Params = dict[str, Any]
+Remat = Literal["none", "dots", "full"]
+
+_NORMAL = jax.nn.initializers.normal(0.02)
+_ONES = jax.nn.initializers.ones
+_ZEROS = jax.nn.initializers.zeros
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model.
+
+    Attributes:
+      hf_name: tensor name in a checkpoint; "{layer}" stands for the index on the stacked axis.
+      shape: ours, the stacked layer axis included.
+      axes: logical axis names, one per dimension (sharding.py maps them to mesh axes).
+      init: initialiser, called with (key, shape, dtype).
+      hf_order: order of our dimensions (without the layer axis) in the checkpoint's tensor.
+      hf_shape: shape of the checkpoint's tensor, after `hf_order` and merging heads and head_dim.
+    """
+
+    hf_name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Callable[..., jax.Array]
+    hf_order: tuple[int, ...]
+    hf_shape: tuple[int, ...]
+
+    @property
+    def stacked(self) -> bool:
+        return self.axes[0] == "layers"
+
+
+def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
+    """Every parameter by its path in the tree ("embed", "layers/q", ...)."""
+    sizes = {
+        "layers": config.num_layers,
+        "vocab": config.vocab_size,
+        "embed": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "mlp": config.intermediate_size,
+    }
+
+    def parameter(hf_name: str, axes: str, hf_axes: str, init=_NORMAL) -> Parameter:
+        """`hf_axes` lists the checkpoint's dimensions in order; "a*b" is a merged one."""
+        names = tuple(axes.split())
+        order = tuple(hf_axes.replace("*", " ").split())
+        own = names[1:] if names[0] == "layers" else names
+        merged = [group.split("*") for group in hf_axes.split()]
+        hf_shape = [functools.reduce(lambda n, name: n * sizes[name], group, 1) for group in merged]
+        return Parameter(
+            hf_name,
+            tuple(sizes[name] for name in names),
+            names,
+            init,
+            tuple(own.index(name) for name in order),
+            tuple(hf_shape),
+        )
+
+    layer = "model.layers.{layer}."
+    attn = layer + "self_attn."
+    table = {
+        "embed": parameter("model.embed_tokens.weight", "vocab embed", "vocab embed"),
+        "final_norm": parameter("model.norm.weight", "embed", "embed", _ONES),
+        "layers/input_norm": parameter(
+            layer + "input_layernorm.weight", "layers embed", "embed", _ONES
+        ),
+        "layers/post_norm": parameter(
+            layer + "post_attention_layernorm.weight", "layers embed", "embed", _ONES
+        ),
+        "layers/q": parameter(
+            attn + "q_proj.weight", "layers embed heads head_dim", "heads*head_dim embed"
+        ),
+        "layers/k": parameter(
+            attn + "k_proj.weight", "layers embed kv_heads head_dim", "kv_heads*head_dim embed"
+        ),
+        "layers/v": parameter(
+            attn + "v_proj.weight", "layers embed kv_heads head_dim", "kv_heads*head_dim embed"
+        ),
+        "layers/o": parameter(
+            attn + "o_proj.weight", "layers heads head_dim embed", "embed heads*head_dim"
+        ),
+        "layers/gate": parameter(layer + "mlp.gate_proj.weight", "layers embed mlp", "mlp embed"),
+        "layers/up": parameter(layer + "mlp.up_proj.weight", "layers embed mlp", "mlp embed"),
+        "layers/down": parameter(layer + "mlp.down_proj.weight", "layers mlp embed", "embed mlp"),
+    }
+    if not config.tie_embeddings:
+        table["lm_head"] = parameter("lm_head.weight", "vocab embed", "vocab embed")
+    if config.qk_norm:
+        for name in ("q", "k"):
+            table[f"layers/{name}_norm"] = parameter(
+                attn + f"{name}_norm.weight", "layers head_dim", "head_dim", _ONES
+            )
+    if config.attention_bias:
+        for name, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
+            table[f"layers/{name}_bias"] = parameter(
+                attn + f"{name}_proj.bias", f"layers {heads} head_dim", f"{heads}*head_dim", _ZEROS
+            )
+    return table
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:
+    """Random parameters, by the table's initialisers."""
+    table = parameter_table(config)
+    keys = jax.random.split(key, len(table))
+    flat = {
+        path: parameter.init(k, parameter.shape, dtype)
+        for k, (path, parameter) in zip(keys, sorted(table.items()), strict=True)
+    }
+    return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def rms_norm(x, scale, eps: float):
+    """x / rms(x) * scale over the last axis, in float32; returns x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normalised = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normalised * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary(x, positions, theta: float):
+    """Rotary position embedding (halves rotated, as in the checkpoints), in float32.
+
+    Args:
+      x: [..., heads, hd] queries or keys.
+      positions: [...] int.
+      theta: base of the frequencies.
+
+    Returns:
+      [..., heads, hd] in x's dtype.
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def qkv(layer: Params, config: ModelConfig, x, positions):
+    """Rotated queries [..., H, hd] and keys [..., KV, hd], and values, of normalised x [..., D]."""
+    q = jnp.einsum("...d,dhk->...hk", x, layer["q"])
+    k = jnp.einsum("...d,dhk->...hk", x, layer["k"])
+    v = jnp.einsum("...d,dhk->...hk", x, layer["v"])
+    if config.attention_bias:
+        q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
+        k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
+    return rotary(q, positions, config.rope_theta), rotary(k, positions, config.rope_theta), v
+
+
+def attention_output(layer: Params, attn):
+    """Projects attended heads [..., H, hd] to [..., D]."""
+    return jnp.einsum("...hk,hkd->...d", attn, layer["o"])
+
+
+def mlp(layer: Params, x):
+    """The gated MLP (SwiGLU) of normalised x [..., D]."""
+    return (jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"]
+
+
+def embed_tokens(params: Params, tokens, dtype):
+    """[...] ids to [..., D]."""
+    return params["embed"][tokens].astype(dtype)
+
+
+def unembedding(params: Params):
+    """[V, D]: the head, or the embedding where they are tied."""
+    return params["lm_head"] if "lm_head" in params else params["embed"]
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    tokens,
+    positions,
+    segment_ids,
+    *,
+    compute_dtype=jnp.float32,
+    remat: Remat = "none",
+    attention: str = "auto",
+):
+    """The decoder over packed rows.
+
+    Args:
+      tokens, positions, segment_ids: [B, L] int32; segment 0 is padding, and a token attends to
+        earlier tokens of its own segment only.
+      compute_dtype: of activations and matmuls.
+      remat: what the backward pass recomputes: nothing, all but matmul outputs, or whole layers.
+      attention: implementation, see models/attention.py.
+
+    Returns:
+      [B, L, D] after the final norm, in compute_dtype.
+    """
+
+    def block(x, layer):
+        layer = jax.tree.map(lambda p: p.astype(compute_dtype), layer)
+        q, k, v = qkv(
+            layer, config, rms_norm(x, layer["input_norm"], config.rms_norm_eps), positions
+        )
+        attended = attention_lib.attend(q, k, v, segment_ids, implementation=attention)
+        x = x + attention_output(layer, attended)
+        return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_norm_eps)), None
+
+    x = embed_tokens(params, tokens, compute_dtype)
+    x, _ = lax.scan(_remat(block, remat), x, params["layers"])
+    return rms_norm(x, params["final_norm"], config.rms_norm_eps)
+
+
+def _remat(block, policy: Remat):
+    if policy == "none":
+        return block
+    if policy == "dots":
+        saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(block, policy=saved, prevent_cse=False)
+    if policy == "full":
+        return jax.checkpoint(block, prevent_cse=False)
+    raise ValueError(f"remat {policy!r} is unknown; use none, dots or full")
+
+
+@functools.partial(jax.jit, static_argnames="chunk_size")
+def token_logprobs(hidden, unembed, targets, temperature, *, chunk_size: int = 1024):
+    """Log-probability of each target, and the entropy, under softmax(hidden @ unembed.T / temp).
+
+    Works through the tokens in chunks, forward and backward: the largest array is
+    [chunk_size, V]. The backward pass recomputes the logits. Differentiable in hidden and unembed.
+
+    Args:
+      hidden: [N, D].
+      unembed: [V, D].
+      targets: [N] int32.
+      temperature: [N] float32, positive.
+      chunk_size: tokens whose logits exist at once.
+
+    Returns:
+      logprobs, entropy: [N] float32.
+    """
+    count = hidden.shape[0]
+    chunks = -(-count // min(chunk_size, count))
+    pad = -count % chunks
+
+    # Strided chunks: each holds tokens of every row, so that rows sharded over devices stay put.
+    def split(x):
+        x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1))
+        return jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 0)
+
+    inverse = split(1 / temperature.astype(jnp.float32))
+    logprobs, entropy = _chunked_logprobs(split(hidden), unembed, split(targets), inverse)
+    return tuple(x.T.reshape(-1)[:count] for x in (logprobs, entropy))
+
+
+def _scaled_logits(hidden, unembed, inverse_temperature):
+    logits = jnp.einsum(
+        "nd,vd->nv", hidden, unembed.astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
+    return logits * inverse_temperature[:, None]
+
+
+@jax.custom_vjp
+def _chunked_logprobs(hidden, unembed, targets, inverse_temperature):
+    """`token_logprobs` over [chunks, C, ...] arrays."""
+    return _chunked_forward(hidden, unembed, targets, inverse_temperature)[0]
+
+
+def _chunked_forward(hidden, unembed, targets, inverse_temperature):
+    def chunk(inputs):
+        h, target, inverse = inputs
+        logits = _scaled_logits(h, unembed, inverse)
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        mean = jnp.sum(jnp.exp(logits - normaliser[:, None]) * logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return chosen - normaliser, normaliser - mean, normaliser
+
+    logprobs, entropy, normaliser = lax.map(chunk, (hidden, targets, inverse_temperature))
+    residuals = (hidden, unembed, targets, inverse_temperature, entropy, normaliser)
+    return (logprobs, entropy), residuals
+
+
+def _chunked_backward(residuals, cotangents):
+    """d logp / d z = onehot - p and d H / d z = -p (log p + H), for scaled logits z."""
+    hidden, unembed, targets, inverse_temperature, entropy, normaliser = residuals
+
+    def chunk(d_unembed, inputs):
+        h, target, inverse, chunk_entropy, log_z, d_logprob, d_entropy = inputs
+        logp = _scaled_logits(h, unembed, inverse) - log_z[:, None]
+        slope = d_logprob + d_entropy * chunk_entropy
+        d_logits = -jnp.exp(logp) * (slope[:, None] + d_entropy[:, None] * logp)
+        d_logits = d_logits.at[jnp.arange(len(target)), target].add(d_logprob)
+        d_logits = (d_logits * inverse[:, None]).astype(h.dtype)
+        d_hidden = d_logits @ unembed.astype(h.dtype)
+        d_unembed += jnp.einsum("nv,nd->vd", d_logits, h, preferred_element_type=jnp.float32)
+        return d_unembed, d_hidden
+
+    d_unembed, d_hidden = lax.scan(
+        chunk,
+        jnp.zeros(unembed.shape, jnp.float32),
+        (hidden, targets, inverse_temperature, entropy, normaliser, *cotangents),
+    )
+    return d_hidden, d_unembed.astype(unembed.dtype), None, None
+
+
+_chunked_logprobs.defvjp(_chunked_forward, _chunked_backward)
