@@ -1,0 +1,28 @@
+# make demo  sets up a fresh virtual environment and trains the tiny FrozenLake policy with RLDS.
+# make test  sets up and runs every test.   make lint  checks style and types.
+PYTHON ?= python3
+VENV ?= .venv
+WORKDIR ?= runs/demo
+
+.PHONY: demo test lint
+
+$(VENV)/.core: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
+	touch $@
+
+demo: $(VENV)/.core
+	$(VENV)/bin/python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=$(WORKDIR)
+
+test: $(VENV)/.test
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy

@@ -1,0 +1,107 @@
+"""Where a run's numbers go: TensorBoard, a progress bar, and rollouts as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import tqdm
+from tensorboardX import SummaryWriter
+
+from rlds_jax.models.config import ModelConfig
+
+# Dense bf16 peak of one device, FLOP/s, by a part of jax's device_kind.
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def train_flops(config: ModelConfig, lengths: Iterable[int]) -> float:
+    """Forward and backward FLOPs of one pass over sequences of these lengths.
+
+    A multiply-add counts two; backward counts twice the forward; causal attention counts the half
+    it needs; recomputation under remat is not counted (the convention of MFU).
+    """
+    attention_width = config.num_heads * config.head_dim
+    per_layer = (
+        2 * config.hidden_size * (attention_width + config.num_kv_heads * config.head_dim)
+        + 3 * config.hidden_size * config.intermediate_size
+    )
+    weights = config.num_layers * per_layer + config.hidden_size * config.vocab_size
+    lengths = list(lengths)
+    quadratic = sum(length * length for length in lengths)
+    return 6.0 * weights * sum(lengths) + 6.0 * config.num_layers * attention_width * quadratic
+
+
+def mfu(flops: float, seconds: float) -> float | None:
+    """Model FLOPs utilisation over all devices; None where the device's peak is not known."""
+    device = jax.devices()[0]
+    for kind, peak in PEAK_FLOPS.items():
+        if kind in device.device_kind:
+            return flops / (seconds * peak * jax.device_count())
+    return None
+
+
+class RunLog:
+    """TensorBoard scalars, `rollouts.jsonl` and a progress bar for one workdir.
+
+    Args:
+      workdir: created if absent.
+      total_steps: length of the progress bar.
+
+    Raises:
+      OSError: the workdir cannot be written.
+    """
+
+    def __init__(self, workdir: Path, total_steps: int):
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._writer = SummaryWriter(str(workdir / "tensorboard"))
+        self._rollouts = (workdir / "rollouts.jsonl").open("a")
+        self._bar = tqdm.tqdm(total=total_steps, unit="step", dynamic_ncols=True)
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes every scalar at `step`.
+
+        Raises:
+          ValueError: a metric is not finite; the names are listed.
+        """
+        wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if wrong:
+            raise ValueError(f"step {step}: metrics {wrong} are not finite")
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def text(self, name: str, value: str) -> None:
+        self._writer.add_text(name, value, 0)
+
+    def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Appends one JSON line per rollout."""
+        for record in records:
+            self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
+        self._rollouts.flush()
+
+    def progress(self, reward: float, seconds: float) -> None:
+        """Advances the bar by one step; tqdm adds the estimated time left."""
+        self._bar.set_postfix(reward=f"{reward:.3f}", step=f"{seconds:.1f}s", refresh=False)
+        self._bar.update()
+
+    def say(self, line: str) -> None:
+        """Prints a line above the progress bar."""
+        self._bar.write(line)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._rollouts.close()
+        self._writer.close()
