@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jinja2
@@ -179,7 +179,7 @@ class ChatFormat:
 
     # Ids to text.
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Text for parsing: end-of-turn, eos and pad are dropped, every other token is kept.
 
         All ids are decoded at once, so a character split over tokens comes out whole; a half
