@@ -12,6 +12,8 @@ from rlds_jax.rollouts.judging import Unparseable, ask, find_json, integer
 from rlds_jax.rollouts.prompts import grader_schema
 from rlds_jax.rollouts.types import Judgement, Trajectory
 
+_FIELDS = ("trajectory_outcome", "root_cause_analysis", "sub_task_grades")
+
 
 class Grades(NamedTuple):
     """[K] scores 1..5 and [K] pivot turns; None where missing or null."""
@@ -32,7 +34,7 @@ def parse_grades(text: str, names: Sequence[str], turns: int) -> Grades:
       Unparseable: "not_json", "no_grade_list", or "too_few_scores" when fewer than half of the
         subtasks have a score. The rollout is then ungraded.
     """
-    entries = find_json(text, "sub_task_grades")["sub_task_grades"]
+    entries = find_json(text, _FIELDS).get("sub_task_grades")
     if not isinstance(entries, list):
         raise Unparseable("no_grade_list")
     by_name: dict[str, dict] = {}

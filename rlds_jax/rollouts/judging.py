@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -28,25 +28,36 @@ class Unparseable(ValueError):
         self.reason = reason
 
 
-def find_json(text: str, key: str) -> dict[str, Any]:
-    """The first JSON object of the text that has `key`, past a leading think block.
+def find_json(text: str, keys: Collection[str]) -> dict[str, Any]:
+    """The JSON object of the text that has most of `keys`, the first of several.
 
-    Text around it, such as a code fence or a preamble with braces, is ignored.
+    A leading think block and whatever surrounds the objects (a code fence, a preamble with
+    braces) are ignored.
 
     Raises:
-      Unparseable: "not_json" when there is none.
+      Unparseable: "not_json" when no object has any of the keys.
     """
+
+    def known(value: dict[str, Any]) -> int:
+        return sum(key in value for key in keys)
+
+    best = max(_objects(text), key=known, default={})
+    if not known(best):
+        raise Unparseable("not_json")
+    return best
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """Every JSON object that is not part of another, past a leading think block."""
     think = _THINK.match(text)
     at = text.find("{", think.end() if think else 0)
     while at >= 0:
         try:
-            value, _ = _DECODER.raw_decode(text, at)
+            value, end = _DECODER.raw_decode(text, at)
+            yield value
         except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict) and key in value:
-            return value
-        at = text.find("{", at + 1)
-    raise Unparseable("not_json")
+            end = at + 1
+        at = text.find("{", end)
 
 
 def integer(value: object) -> int | None:

@@ -37,16 +37,18 @@ def parse_reflection(text: str, turns: int) -> Reflection:
     """Reads a reflector's answer on an episode of `turns` turns.
 
     Raises:
-      Unparseable: "not_json", "missing_<field>" (absent, or not a text), "outcome_success",
+      Unparseable: "not_json", "missing_<field>" (absent, or an empty text), "outcome_success",
         "retry_from_step_type" (a bool, float or string) or "retry_from_step_range".
     """
-    report = find_json(text, "retry_from_step")
+    report = find_json(text, (*_TEXTS, "retry_from_step"))
     for field in _TEXTS:
         if not isinstance(report.get(field), str) or not report[field].strip():
             raise Unparseable(f"missing_{field}")
     if report["trajectory_outcome"].strip().casefold() == "success":
         raise Unparseable("outcome_success")
-    step = report["retry_from_step"]
+    step = report.get("retry_from_step")
+    if step is None:
+        raise Unparseable("missing_retry_from_step")
     if not isinstance(step, int) or isinstance(step, bool):
         raise Unparseable("retry_from_step_type")
     if not 0 <= step < turns:
