@@ -84,6 +84,10 @@ class RolloutConfig:
         if self.grade_retries and self.condition == "base_reflection" and not self.two_pass:
             raise ValueError("rollout.grade_retries needs two_pass=True: there is no grading pass")
 
+    def validation(self) -> RolloutConfig:
+        """One plain rollout per item (METHOD section 4, Validation)."""
+        return dataclasses.replace(self, condition="rlvr", group_size=1, grade_retries=False)
+
     @property
     def reflects(self) -> bool:
         """Whether failures are reflected on and retried."""

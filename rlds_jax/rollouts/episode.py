@@ -231,6 +231,8 @@ class _Episode:
                 temperature=self.config.temperature,
                 seed=self.context.seed(self.key, self.role, turn),
             )
+            if not len(completion.ids):
+                raise RolloutDropped("no_tokens", "the engine returned a completion without tokens")
             self.tape.sample(turn, completion)
             action = self.context.chat.decode(completion.ids)
             result, suffix = await self.answer(environment, action, completion.ids.tolist())
@@ -283,4 +285,5 @@ class _Episode:
             metrics=dict(result.metrics),
             retry_from=retry_from,
             parent=parent,
+            guidance=self.guidance,
         )

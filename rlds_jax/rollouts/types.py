@@ -39,6 +39,7 @@ class Trajectory:
       pivots: per subtask turn or None; None altogether when ungraded.
       retry_from: first turn the retry sampled itself; None for originals.
       parent: uid of a retry's original; None for originals.
+      guidance: text a retry had in its context; None for originals.
       metrics: per-episode scalars of the environment.
 
     Raises:
@@ -63,6 +64,7 @@ class Trajectory:
     pivots: tuple[int | None, ...] | None = None
     retry_from: int | None = None
     parent: str | None = None
+    guidance: str | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -80,7 +82,9 @@ class Trajectory:
                     f"got {array.dtype} {array.shape}"
                 )
         if not 1 <= self.prompt_length <= length:
-            raise ValueError(f"Trajectory {self.uid}: prompt_length {self.prompt_length} of {length}")
+            raise ValueError(
+                f"Trajectory {self.uid}: prompt_length {self.prompt_length} of {length}"
+            )
         sampled = self.turn_ids[self.turn_ids >= 0]
         if (self.turn_ids[: self.prompt_length] >= 0).any():
             raise ValueError(f"Trajectory {self.uid}: turn_ids mark prompt tokens as sampled")
