@@ -258,6 +258,7 @@ def make_update(
     loss_config: losses.LossConfig,
     compute: ComputeConfig,
     mesh: Mesh | None = None,
+    with_old_logprobs: bool = False,
 ) -> Callable[[TrainState, qwen3.Params | None, Batch], tuple[TrainState, Outcome]]:
     """The jitted update. It donates the state it is given.
 
@@ -267,6 +268,7 @@ def make_update(
 
     Args:
       mesh: where to run; None for the default device.
+      with_old_logprobs: whether batches hold them; needed for several updates per step.
     """
     optimizer = make_optimizer(optimizer_config)
     schedule = make_schedule(optimizer_config)
@@ -305,7 +307,7 @@ def make_update(
     whole = sharding.replicated(mesh)
     return jax.jit(
         update,
-        in_shardings=(states, reference, batch_shardings(mesh)),
+        in_shardings=(states, reference, batch_shardings(mesh, with_old_logprobs)),
         out_shardings=(states, whole),
         donate_argnums=0,
     )
