@@ -1,8 +1,18 @@
 """Fields every task's config shares, with the defaults of METHOD."""
 
+import dataclasses
+import types
+import typing
 from collections.abc import Sequence
+from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
+
+from rlds_jax.advantages import AdvantageConfig
+from rlds_jax.losses import LossConfig
+from rlds_jax.rollouts.config import RolloutConfig
+from rlds_jax.step_batch import UpdateConfig
+from rlds_jax.update import ComputeConfig, OptimizerConfig
 
 CONDITIONS = ("rlds", "base_reflection", "rlvr")
 
@@ -22,16 +32,31 @@ def parse_arg(arg: str | None, variants: Sequence[str]) -> set[str]:
     return set(chosen)
 
 
-def condition_of(chosen: set[str]) -> str:
-    """The condition among the chosen variants; rlds unless another is named."""
-    return next((name for name in CONDITIONS if name in chosen), "rlds")
+def section(cls: type, **values: Any) -> ConfigDict:
+    """A dataclass's fields with their defaults, `values` replacing some.
+
+    A field that may be None can be set on the command line to its other type.
+    """
+    hints = typing.get_type_hints(cls)
+    config = ConfigDict()
+    for field in dataclasses.fields(cls):
+        options = typing.get_args(hints[field.name])
+        if isinstance(hints[field.name], types.UnionType) and type(None) in options:
+            other = next(option for option in options if option is not type(None))
+            config[field.name] = config_dict.placeholder(other)
+        value = values.get(field.name, field.default)
+        if value is not None:
+            config[field.name] = value
+    unknown = values.keys() - config.keys()
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {sorted(unknown)}")
+    return config
 
 
-def get_common() -> ConfigDict:
+def get_common(chosen: set[str]) -> ConfigDict:
     """METHOD's defaults for a Qwen3-4B run on one 8-GPU host; a task's config fills in `task`."""
     config = ConfigDict()
     config.seed = 0
-    config.condition = "rlds"  # rlds | base_reflection | rlvr
     config.steps = 312
     config.prompts_per_step = 64
 
@@ -40,20 +65,31 @@ def get_common() -> ConfigDict:
     config.task.options = ConfigDict()
 
     config.model = ConfigDict()
-    config.model.path = "Qwen/Qwen3-4B-Instruct-2507"  # hub id or HF directory
-    config.model.compute_dtype = "bfloat16"
-    config.model.remat = "full"  # none | dots | full
-    config.model.attention = "auto"
+    config.model.path = "Qwen/Qwen3-4B-Instruct-2507"  # hub id or directory
 
+    # rlds: grade, reflect, retry, SDAE. base_reflection: reflect and retry, GRPO. rlvr: GRPO.
+    condition = next((name for name in CONDITIONS if name in chosen), "rlds")
+    config.rollout = section(
+        RolloutConfig, condition=condition, group_size=10 if condition == "rlvr" else 6
+    )
+    config.advantage = section(AdvantageConfig)
+    config.loss = section(LossConfig)
+    config.update = section(UpdateConfig)
+    config.optimizer = section(OptimizerConfig)
+
+    config.compute = section(ComputeConfig, dtype="bfloat16", remat="full")
     config.mesh = ConfigDict()
     config.mesh.data = 1
     config.mesh.fsdp = -1  # -1: the devices the other axes leave
     config.mesh.tensor = 1
 
+    # Rows of one micro-batch; a row holds the longest sequence of the engine.
+    config.batch = ConfigDict()
+    config.batch.rows = 8
+    config.batch.row_length = 16384
+    config.batch.max_micro = 64
+
     config.engine = ConfigDict()
-    config.engine.name = "local"
     config.engine.num_slots = 64
     config.engine.max_context = 16384
-    config.engine.max_cache_gib = 24.0
-
     return config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from rlds_jax.rollouts.types import AuxiliaryPair, GroupResult, Judgement, Trajectory
@@ -37,12 +39,24 @@ def _reflect_pair(judgement: Judgement, uid: str, delta: float) -> AuxiliaryPair
 
 def _retry_pair(original: Trajectory, retry: Trajectory, delta: float) -> AuxiliaryPair:
     assert retry.retry_from is not None
-    context = original.tokens[: _turn_start(original, retry.retry_from)]
-    start = _turn_start(retry, retry.retry_from)
-    tokens = np.concatenate([context, retry.tokens[start:]])
-    sampled = retry.turn_ids[start:] >= retry.retry_from
-    targets = np.concatenate([np.zeros(len(context), bool), sampled])
-    return AuxiliaryPair("retry", tokens, targets, delta, retry.uid)
+    clean = without_guidance(original, retry)
+    targets = clean.turn_ids >= retry.retry_from
+    return AuxiliaryPair("retry", clean.tokens, targets, delta, retry.uid)
+
+
+def without_guidance(original: Trajectory, retry: Trajectory) -> Trajectory:
+    """The retry in the context of its original: same turns, no guidance before turn s.
+
+    The log-probabilities stay those it was sampled with, under guidance.
+    """
+    assert retry.retry_from is not None
+    context = slice(_turn_start(original, retry.retry_from))
+    own = slice(_turn_start(retry, retry.retry_from), None)
+    joined = {
+        name: np.concatenate([getattr(original, name)[context], getattr(retry, name)[own]])
+        for name in ("tokens", "turn_ids", "logprobs", "weight_version")
+    }
+    return dataclasses.replace(retry, prompt_length=original.prompt_length, **joined)
 
 
 def _turn_start(trajectory: Trajectory, turn: int) -> int:

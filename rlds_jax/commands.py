@@ -1,0 +1,38 @@
+"""What every command shares: a --config flag with overrides, and clear errors for bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, as path[:variants].")
+flags.mark_flag_as_required("config")
+
+
+def run(main: Callable[[ConfigDict], None]) -> None:
+    """Parses the command line and calls `main` with the locked config."""
+    app.run(lambda _: main(_CONFIG.value), flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def refuse_bad_input() -> Iterator[None]:
+    """Ends the program with the message alone, exit code 2, where the input does not hold."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    with refuse_bad_input():
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            raise ValueError(f"{error}\nsee --help") from error
+        except (AttributeError, KeyError) as error:
+            raise ValueError(f"the config has no field {error}; check --config.* flags") from error

@@ -1,0 +1,32 @@
+"""Trains a policy with RLDS.
+
+    python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/tiny
+
+Any field of the config can be set: --config.rollout.group_size=8.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from rlds_jax import commands
+from rlds_jax.trainer import Trainer
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Where logs, rollouts and the policy go.")
+flags.mark_flag_as_required("workdir")
+
+
+def main(config: ConfigDict) -> None:
+    with commands.refuse_bad_input():
+        trainer = Trainer(config, Path(WORKDIR.value))
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    commands.run(main)

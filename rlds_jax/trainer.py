@@ -1,0 +1,235 @@
+"""The training loop: one step reads like METHOD section 1."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from rlds_jax import advantages, sharding, update
+from rlds_jax.batch import Batch, BatchLayout
+from rlds_jax.losses import LossConfig
+from rlds_jax.metrics import RunLog, mfu, train_flops
+from rlds_jax.models import hub, weights
+from rlds_jax.rollouts import statistics
+from rlds_jax.rollouts.chat import ChatFormat
+from rlds_jax.rollouts.config import RolloutConfig
+from rlds_jax.rollouts.context import RolloutContext
+from rlds_jax.rollouts.engines.local import LocalEngine
+from rlds_jax.rollouts.group import run_groups
+from rlds_jax.rollouts.prompts import Prompts
+from rlds_jax.rollouts.types import GroupResult
+from rlds_jax.step_batch import UpdateConfig, make_batches, mean_metrics
+from rlds_jax.tasks.base import Item, Task
+
+
+class NonfiniteUpdates(RuntimeError):
+    """Loss or gradients were not finite for several updates in a row."""
+
+
+def make_task(config: ConfigDict) -> Task:
+    """Calls `config.factory` ("module:callable") with `config.options`.
+
+    Raises:
+      ValueError: the factory cannot be found.
+    """
+    module, _, name = config.factory.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"task.factory {config.factory!r} cannot be found: {error}") from error
+    return factory(**config.options)
+
+
+def step_items(items: Sequence[Item], step: int, per_step: int, seed: int) -> list[Item]:
+    """The items of a step: a seeded shuffle per epoch, the last partial batch dropped.
+
+    Raises:
+      ValueError: a step asks for more items than there are.
+    """
+    if not 1 <= per_step <= len(items):
+        raise ValueError(
+            f"prompts_per_step is {per_step}; it must be in 1..{len(items)}, the training items"
+        )
+    epoch, index = divmod(step, len(items) // per_step)
+    order = np.random.default_rng((seed, epoch)).permutation(len(items))
+    return [items[i] for i in order[index * per_step : (index + 1) * per_step]]
+
+
+class Trainer:
+    """A run: policy, engine, task and log, and the steps between them.
+
+    Args:
+      config: see configs/common.py.
+      workdir: logs, rollouts and the trained policy go here.
+
+    Raises:
+      ValueError: a field of the config does not hold; it is named with its remedy.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: Path):
+        self.config = config
+        self.workdir = workdir
+        self.rollout = RolloutConfig(**config.rollout)
+        self.advantage = advantages.AdvantageConfig(**config.advantage)
+        self.settings = UpdateConfig(**config.update)
+        self.layout = BatchLayout(**config.batch)
+        self.loss = LossConfig(**config.loss)
+        compute = update.ComputeConfig(**config.compute)
+        optimizer = update.OptimizerConfig(**config.optimizer)
+        mesh = sharding.make_mesh(**config.mesh)
+        _check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
+        self.task = make_task(config.task)
+        self.train_items = self.task.items("train")
+        step_items(self.train_items, 0, config.prompts_per_step, config.seed)
+
+        self.source = hub.local_directory(config.model.path)
+        self.chat = ChatFormat.from_directory(self.source, (self.task.observation_role,))
+        self.prompts = Prompts.load(self.rollout.prompts_dir)
+        self.model, params = weights.load(self.source, jnp.float32)
+        params = jax.device_put(params, sharding.parameter_shardings(self.model, mesh))
+        self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
+        self.state = update.init_state(
+            params, update.make_optimizer(optimizer), jax.random.key(config.seed)
+        )
+        several = self.settings.epochs * self.settings.minibatches > 1
+        self._update = update.make_update(
+            self.model, optimizer, self.loss, compute, mesh, with_old_logprobs=several
+        )
+        self._logprobs = update.make_logprobs(self.model, compute) if several else None
+        self.engine = LocalEngine(params, self.model, tokenizer=self.source, **config.engine)
+        self.log = RunLog(workdir, config.steps)
+        self._nonfinite = 0
+
+    def run(self) -> None:
+        """Every step from the first to the last; the policy is saved at the end."""
+        for step in range(self.config.steps):
+            self.step(step)
+        weights.save(self.state.params, self.model, self.workdir / "policy", source=self.source)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.log.close()
+
+    def step(self, step: int) -> dict[str, float]:
+        """One training step; returns its metrics, which are logged too.
+
+        Raises:
+          NonfiniteUpdates: too many updates in a row had to be skipped.
+        """
+        started = time.perf_counter()
+        groups, metrics = self.rollouts(step)
+        rows = [t for group in groups for t in group.trajectories]
+        phi = [[subtask.weight for subtask in self.task.subtasks]] * len(rows)
+        estimate = advantages.estimate(rows, phi, self.rollout.condition, self.advantage)
+        batches, pair_metrics = make_batches(groups, estimate, self.settings, self.layout)
+        metrics |= estimate.metrics | pair_metrics
+        metrics |= self.optimise(step, batches)
+        metrics |= self.sync(step + 1)
+        metrics |= self.engine.metrics()
+        metrics |= self._performance(groups, time.perf_counter() - started, metrics)
+        self._record(step, groups, metrics)
+        return metrics
+
+    def rollouts(self, step: int) -> tuple[list[GroupResult], dict[str, float]]:
+        """Samples, grades, reflects and retries: 1 to 5 of METHOD section 1."""
+        config = self.config
+        items = step_items(self.train_items, step, config.prompts_per_step, config.seed)
+        context = RolloutContext(
+            self.task, self.engine, self.chat, self.prompts, self.rollout, config.seed
+        )
+        groups = asyncio.run(run_groups(context, items, step))
+        return groups, statistics.rollout_metrics(groups, self.task, context.clock.seconds())
+
+    def optimise(self, step: int, batches: Sequence[Batch]) -> dict[str, float]:
+        """The optimizer steps on a step's batches: 7 of METHOD section 1.
+
+        Raises:
+          NonfiniteUpdates: too many updates in a row had to be skipped.
+        """
+        started = time.perf_counter()
+        if self._logprobs is not None:
+            batches = [
+                batch.replace(old_logprobs=self._logprobs(self.state.params, batch))
+                for batch in batches
+            ]
+        metrics = []
+        for batch in [*batches] * self.settings.epochs:
+            self.state, outcome = self._update(self.state, self.reference, batch)
+            metrics.append(self._checked(step, batch, update.metrics(outcome)))
+        return mean_metrics(metrics) | {"timing_s/update": time.perf_counter() - started}
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Gives the engine the new weights."""
+        started = time.perf_counter()
+        self.engine.update_weights(self.state.params, version)
+        return {"timing_s/sync": time.perf_counter() - started}
+
+    def _checked(self, step: int, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
+        """The finite metrics of an update; stops the run after too many skipped ones in a row."""
+        self._nonfinite = self._nonfinite + 1 if metrics["actor/update_nonfinite"] else 0
+        if self._nonfinite >= self.settings.max_nonfinite:
+            path = self.workdir / f"nonfinite_batch_step{step}.npz"
+            fields = {name: np.asarray(value) for name, value in vars(batch).items()}
+            np.savez(path, **{name: value for name, value in fields.items() if value.ndim})
+            raise NonfiniteUpdates(
+                f"step {step}: loss or gradient was not finite in {self._nonfinite} updates in a "
+                f"row; none was applied. The batch is in {path}; a lower "
+                "optimizer.learning_rate or compute.dtype=float32 often helps"
+            )
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def _performance(
+        self, groups: Sequence[GroupResult], seconds: float, metrics: dict[str, float]
+    ) -> dict[str, float]:
+        lengths = [len(t.tokens) for group in groups for t in group.trajectories]
+        named = {
+            "perf/time_per_step": seconds,
+            "perf/total_num_tokens": float(sum(lengths)),
+            "perf/throughput": sum(lengths) / seconds / jax.device_count(),
+        }
+        utilisation = mfu(train_flops(self.model, lengths), metrics["timing_s/update"])
+        return named if utilisation is None else named | {"perf/mfu": utilisation}
+
+    def _record(
+        self, step: int, groups: Sequence[GroupResult], metrics: dict[str, float]
+    ) -> None:
+        self.log.scalars(step, metrics)
+        self.log.rollouts(
+            step,
+            (
+                statistics.trajectory_record(trajectory, group, self.task.subtasks)
+                for group in groups
+                for trajectory in group.trajectories
+            ),
+        )
+        self.log.progress(metrics["critic/rewards/mean"], metrics["perf/time_per_step"])
+
+
+def _check_lengths(rollout: RolloutConfig, max_context: int, row_length: int) -> None:
+    """The engine and the rows hold every sequence of a step (DESIGN "The one data path").
+
+    Raises:
+      ValueError: they do not.
+    """
+    longest = rollout.max_prompt_tokens + rollout.max_guidance_tokens + rollout.max_response_tokens
+    if max_context < longest + rollout.max_judge_tokens:
+        raise ValueError(
+            f"engine.max_context is {max_context}; a judge reads a rollout of up to {longest} "
+            f"tokens and writes {rollout.max_judge_tokens}: raise it to their sum, or lower "
+            "rollout.max_prompt_tokens, max_guidance_tokens, max_response_tokens or "
+            "max_judge_tokens"
+        )
+    if row_length < max_context:
+        raise ValueError(
+            f"batch.row_length is {row_length}, below engine.max_context {max_context}; a row "
+            "must hold the longest sequence"
+        )
