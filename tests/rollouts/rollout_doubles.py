@@ -16,7 +16,10 @@ from rlds_jax.tasks.base import Item, StepResult, Subtask
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>")
 NOT_SPECIAL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>")
-CORPUS = ["the agent moves on the grid and falls into the hole", "user assistant system tool"] * 4
+CORPUS = [
+    "the agent moves on the grid and falls into the hole",
+    "user assistant system tool right",
+] * 4
 
 CHATML = """
 {%- set first = messages[0].content if messages[0].role == 'system' else none -%}
@@ -50,7 +53,7 @@ def build_tokenizer(template=CHATML, **options):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(CORPUS, trainer)
     return finish_tokenizer(backend, template, **options)
 
