@@ -14,9 +14,11 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 EPS = 1e-6
 STD_FLOOR = 1e-6
+MAX_REWARD = 1e12
 
 
 class GrpoOutput(NamedTuple):
@@ -103,7 +105,7 @@ def row_advantages(rewards: chex.Array, groups: Groups, eps: chex.Numeric = EPS)
     Returns:
       [N] float32; 0 in a group of one row or whose standard deviation is below 1e-6.
     """
-    centred = groups.centre(rewards)
+    centred = groups.centre(jnp.where(groups.valid, rewards, 0.0))
     freedom = jnp.maximum(groups.sizes() - 1.0, 1.0)
     std = groups.rows(jnp.sqrt(groups.total(jnp.square(centred)) / freedom))
     return jnp.where(std >= STD_FLOOR, centred / (std + eps), 0.0)
@@ -114,7 +116,20 @@ def loss_mask(turn_ids: chex.Array, mask_before_turn: chex.Array) -> chex.Array:
     return (turn_ids >= 0) & (turn_ids >= mask_before_turn[:, None])
 
 
-@functools.partial(jax.jit, static_argnames="num_groups")
+def check_rewards(rewards: chex.Array) -> None:
+    """Refuses rewards [N] whose statistics would leave float32, on the host.
+
+    Raises:
+      ValueError: naming the first row that is not finite or exceeds 1e12 in size.
+    """
+    rewards = np.asarray(rewards)
+    for row in np.flatnonzero(~(np.abs(rewards) <= MAX_REWARD)):
+        raise ValueError(
+            f"rewards[{row}] is {rewards[row]}; it must be finite and at most {MAX_REWARD:g} in "
+            "size: drop the row, or mend the environment's reward"
+        )
+
+
 def advantages(
     rewards: chex.Array,
     group_ids: chex.Array,
@@ -126,7 +141,7 @@ def advantages(
 ) -> GrpoOutput:
     """Computes GRPO advantages broadcast over the sampled tokens of each row.
 
-    Let N be rows and T tokens.
+    Let N be rows and T tokens. Under an outer transformation the rewards cannot be checked.
 
     Args:
       rewards: [N] finite scalars.
@@ -138,12 +153,25 @@ def advantages(
 
     Returns:
       `GrpoOutput`; padding rows are 0 throughout.
+
+    Raises:
+      AssertionError: shapes or types do not fit.
+      ValueError: a reward is not finite, or exceeds 1e12 in size.
     """
-    chex.assert_rank([rewards, group_ids, turn_ids, mask_before_turn], [1, 1, 2, 1])
-    chex.assert_equal_shape_prefix([rewards, group_ids, turn_ids, mask_before_turn], 1)
-    chex.assert_type([group_ids, turn_ids, mask_before_turn], int)
-    groups = make_groups(group_ids, num_groups)
-    row = row_advantages(jnp.asarray(rewards, jnp.float32), groups, eps)
+    arrays = [rewards, group_ids, turn_ids, mask_before_turn]
+    chex.assert_rank(arrays, [1, 1, 2, 1])
+    chex.assert_equal_shape_prefix(arrays, 1)
+    chex.assert_type(arrays[1:], int)
+    if not isinstance(rewards, jax.core.Tracer):
+        check_rewards(rewards)
+    rewards = jnp.asarray(rewards, jnp.float32)
+    ids, turn_ids, mask_before_turn = map(jnp.asarray, (group_ids, turn_ids, mask_before_turn))
+    return _advantages(rewards, ids, turn_ids, mask_before_turn, eps, num_groups=num_groups)
+
+
+@functools.partial(jax.jit, static_argnames="num_groups")
+def _advantages(rewards, group_ids, turn_ids, mask_before_turn, eps, *, num_groups) -> GrpoOutput:
+    row = row_advantages(rewards, make_groups(group_ids, num_groups), eps)
     token = jnp.where(turn_ids >= 0, row[:, None], 0.0)
     masked = jnp.where(loss_mask(turn_ids, mask_before_turn), token, 0.0)
     return GrpoOutput(masked, token, row)

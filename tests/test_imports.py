@@ -11,9 +11,10 @@ PACKAGE = Path(__file__).parent.parent / "rlds_jax"
 
 # What each part may import of the package, by prefix. Everything else in it is refused.
 ALLOWED = {
-    "sdae": (),
+    "grpo": (),
+    "sdae": ("grpo",),
     "losses": (),
-    "advantages": ("sdae", "rollouts.types"),
+    "advantages": ("grpo", "sdae", "rollouts.types"),
     "models": ("models",),
     "tasks": ("tasks",),
     "rollouts": ("rollouts", "tasks.base", "tasks.tool_calls"),
