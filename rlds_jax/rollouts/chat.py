@@ -13,12 +13,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jinja2
 import numpy as np
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 Message = dict[str, str]  # "role" and "content"
 Role = Literal["user", "tool"]
@@ -99,9 +100,10 @@ class ChatFormat:
         cls, directory: str | os.PathLike, observation_roles: Sequence[Role] = ("user", "tool")
     ) -> ChatFormat:
         """Reads tokenizer.json, tokenizer_config.json and the chat template of an HF directory."""
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(directory))
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise ChatTemplateError(f"{directory} has no fast tokenizer; it needs a tokenizer.json")
+        if not Path(directory, "tokenizer.json").is_file():
+            raise ChatTemplateError(f"{directory} holds no tokenizer.json; give an HF directory")
+        # Not AutoTokenizer: it imports torch where that is installed.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(os.fspath(directory))
         return cls(tokenizer, observation_roles)
 
     # Text to ids.

@@ -219,3 +219,8 @@ def test_from_directory(tmp_path, tokenizer):
     chat = ChatFormat.from_directory(tmp_path)
     messages = conversation("s", "u <|im_end|>")
     assert chat.prompt(messages, TOOLS) == CHAT.prompt(messages, TOOLS)
+
+
+def test_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ChatTemplateError, match=r"absent holds no tokenizer.json"):
+        ChatFormat.from_directory(tmp_path / "absent")
