@@ -226,7 +226,7 @@ class _Episode:
             room = self.config.max_response_tokens - self.tape.response
             completion = await self.context.generate(
                 "gen" if self.role == "actor" else "retry",
-                self.tape.tokens,
+                list(self.tape.tokens),
                 max_tokens=min(room, self.config.max_turn_tokens or room),
                 temperature=self.config.temperature,
                 seed=self.context.seed(self.key, self.role, turn),

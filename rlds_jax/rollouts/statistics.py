@@ -38,6 +38,7 @@ def rollout_metrics(
     metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
     metrics |= _event_counts(events)
     metrics |= _original_metrics(originals)
+    metrics |= _environment_metrics(originals, task)
     metrics |= _judge_metrics(rows, results, events)
     metrics |= _retry_metrics(originals, retries, seconds)
     metrics |= _subtask_metrics(rows, task)
@@ -61,13 +62,16 @@ def _original_metrics(originals: Sequence[Trajectory]) -> dict[str, float]:
         metrics["response_length/max"] = float(max(lengths))
     for cause, count in Counter(t.ended_by for t in originals).items():
         metrics[f"rollout/ended_by/{cause}"] = count / len(originals)
+    return metrics
+
+
+def _environment_metrics(originals: Sequence[Trajectory], task: Task) -> dict[str, float]:
+    """Means of the environments' scalars; names without a prefix get the task's."""
     by_name = defaultdict(list)
     for trajectory in originals:
         for name, value in trajectory.metrics.items():
-            by_name[name].append(value)
-    for name, values in by_name.items():
-        metrics |= _mean(name, values)
-    return metrics
+            by_name[name if "/" in name else f"{task.name}/{name}"].append(value)
+    return {name: math.fsum(values) / len(values) for name, values in by_name.items()}
 
 
 def _judge_metrics(
