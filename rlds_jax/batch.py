@@ -12,6 +12,7 @@ sum, which neither packing nor padding nor the split into micro-batches can chan
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ class TokenSequence:
     temperature: float = 1.0
     channel: int = 0
 
-    @property
+    @functools.cached_property
     def positions(self) -> int:
         """Row positions needed: up to the one that predicts the last active token."""
         active = np.flatnonzero((self.policy_weight + self.kl_weight + self.nll_weight)[1:])
@@ -119,7 +120,7 @@ class TokenSequence:
 
 def nll_sequence(key: tuple[str, ...], tokens, weight, channel: int = 0) -> TokenSequence:
     """A sequence trained by weighted NLL alone: supervised or auxiliary."""
-    zeros = np.zeros(len(tokens), np.float32)
+    zeros = np.broadcast_to(np.float32(0), len(tokens))
     return TokenSequence(key, tokens, zeros, zeros, weight, zeros, zeros, channel=channel)
 
 
@@ -225,51 +226,54 @@ def pack(sequences: Iterable[TokenSequence], layout: BatchLayout) -> Batch:
       BatchError: a sequence is longer than a row, or the batch needs more than max_micro
         micro-batches.
     """
-    ordered = sorted(sequences, key=lambda sequence: sequence.key)
-    sized = [(sequence, sequence.positions) for sequence in ordered]
-    placed, num_rows = first_fit([length for _, length in sized], layout.row_length)
-    num_micro = -(-num_rows // layout.rows)
+    active = [sequence for sequence in sequences if sequence.positions]
+    return lay_out(first_fit(sorted(active, key=lambda s: s.key), layout.row_length), layout)
+
+
+def lay_out(rows: Sequence[Sequence[TokenSequence]], layout: BatchLayout) -> Batch:
+    """Writes rows of sequences into the arrays of a batch.
+
+    Raises:
+      BatchError: there are more rows than max_micro micro-batches hold.
+    """
+    num_micro = -(-len(rows) // layout.rows)
     if num_micro > layout.max_micro:
         raise BatchError(
             f"the batch fills {num_micro} micro-batches of {layout.rows} x {layout.row_length} "
             f"positions, max_micro is {layout.max_micro}; raise batch.max_micro or batch.rows"
         )
     fields = _empty(layout)
-    segments = np.zeros(num_rows, np.int32)
-    for (sequence, length), (row, start) in zip(sized, placed, strict=True):
-        if length:
-            segments[row] += 1
-            _place(fields, sequence, length, row, start, int(segments[row]))
+    for row, sequences in enumerate(rows):
+        start = 0
+        for segment, sequence in enumerate(sequences, 1):
+            _place(fields, sequence, row, start, segment)
+            start += sequence.positions
     shape = (layout.max_micro, layout.rows, layout.row_length)
     arrays = {name: array.reshape(shape) for name, array in fields.items()}
     return Batch(num_micro=np.asarray(num_micro, np.int32), **arrays)
 
 
-def first_fit(lengths: Sequence[int], row_length: int) -> tuple[list[tuple[int, int]], int]:
-    """Places each length into the first row with room for it.
-
-    Returns:
-      (row, start) per length, and the number of rows. A length of 0 takes no room.
+def first_fit(sequences: Sequence[TokenSequence], row_length: int) -> list[list[TokenSequence]]:
+    """Rows of sequences: each goes into the first row with room for it.
 
     Raises:
-      BatchError: a length exceeds `row_length`.
+      BatchError: a sequence is longer than a row.
     """
-    free = np.zeros(max(len(lengths), 1), np.int64)
-    rows = 0
-    placed = []
-    for length in lengths:
+    free = np.full(len(sequences), row_length)
+    rows: list[list[TokenSequence]] = []
+    for sequence in sequences:
+        length = sequence.positions
         if length > row_length:
             raise BatchError(
-                f"a sequence needs {length} positions, a row has {row_length}; raise row_length"
+                f"sequence {sequence.key} needs {length} positions, a row has {row_length}; raise "
+                "batch.row_length"
             )
-        fits = free[:rows] >= length
-        row = int(np.argmax(fits)) if fits.any() else rows
-        if length and row == rows:
-            free[row] = row_length
-            rows += 1
-        placed.append((row, int(row_length - free[row])))
+        row = int(np.argmax(free[: len(rows) + 1] >= length))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sequence)
         free[row] -= length
-    return placed, rows
+    return rows
 
 
 def _empty(layout: BatchLayout) -> dict[str, np.ndarray]:
@@ -282,9 +286,8 @@ def _empty(layout: BatchLayout) -> dict[str, np.ndarray]:
     return fields | {"temperature": np.ones(shape, np.float32)}
 
 
-def _place(
-    fields, sequence: TokenSequence, length: int, row: int, start: int, segment: int
-) -> None:
+def _place(fields, sequence: TokenSequence, row: int, start: int, segment: int) -> None:
+    length = sequence.positions
     here = (row, slice(start, start + length))
     fields["tokens"][here] = sequence.tokens[:length]
     fields["targets"][here] = sequence.tokens[1 : length + 1]

@@ -1,21 +1,23 @@
-"""What every command shares: a --config flag with overrides, and clear errors for bad input."""
+"""What every command shares: --config with overrides, --workdir, clear errors for bad input."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, as path[:variants].")
-flags.mark_flag_as_required("config")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Where everything the command makes goes.")
+flags.mark_flags_as_required(["config", "workdir"])
 
 
-def run(main: Callable[[ConfigDict], None]) -> None:
-    """Parses the command line and calls `main` with the locked config."""
-    app.run(lambda _: main(_CONFIG.value), flags_parser=_parse)
+def run(main: Callable[[ConfigDict, Path], None]) -> None:
+    """Parses the command line and calls `main` with the locked config and the workdir."""
+    app.run(lambda _: main(_CONFIG.value, Path(_WORKDIR.value)), flags_parser=_parse)
 
 
 @contextlib.contextmanager

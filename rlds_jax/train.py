@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from absl import flags
 from ml_collections import ConfigDict
 
 from rlds_jax import commands
 from rlds_jax.trainer import Trainer
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Where logs, rollouts and the policy go.")
-flags.mark_flag_as_required("workdir")
 
-
-def main(config: ConfigDict) -> None:
+def main(config: ConfigDict, workdir: Path) -> None:
     with commands.refuse_bad_input():
-        trainer = Trainer(config, Path(WORKDIR.value))
+        trainer = Trainer(config, workdir)
     try:
         trainer.run()
     finally:

@@ -169,6 +169,11 @@ def qkv(layer: Params, config: ModelConfig, x, positions):
     q = jnp.einsum("...d,dhk->...hk", x, layer["q"])
     k = jnp.einsum("...d,dhk->...hk", x, layer["k"])
     v = jnp.einsum("...d,dhk->...hk", x, layer["v"])
+    return finish_qkv(layer, config, q, k, v, positions)
+
+
+def finish_qkv(layer: Params, config: ModelConfig, q, k, v, positions):
+    """Bias, head norm and rotary embedding of the three projections."""
     if config.attention_bias:
         q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
     if config.qk_norm:

@@ -20,6 +20,19 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
 
+# What a model directory holds besides config.json and weights.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
 
 def load_config(directory: str | Path) -> ModelConfig:
     """Reads config.json.
@@ -82,15 +95,17 @@ def save(
     Args:
       params: the parameters.
       dtype: of the stored tensors.
-      source: a model or tokenizer directory whose other files (tokenizer, chat template,
-        generation config) are copied, and whose config.json supplies the fields ours lacks.
+      source: a model or tokenizer directory whose COMPANIONS are copied, and whose config.json
+        supplies the fields ours lacks.
       shard_bytes: above this size the tensors are split over several files with an index.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     hf_config = config.to_hf()
     if source is not None and Path(source).resolve() != directory.resolve():
-        _copy_extra(Path(source), directory)
+        for name in COMPANIONS:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, directory / name)
     if source is not None and (Path(source) / "config.json").is_file():
         hf_config = json.loads((Path(source) / "config.json").read_text()) | hf_config
     hf_config["dtype"] = jnp.dtype(dtype).name
@@ -99,12 +114,12 @@ def save(
         stale.unlink(missing_ok=True)
     shards = _shards(to_hf_tensors(params, config, dtype), shard_bytes)
     if len(shards) == 1:
-        save_file(shards[0], directory / SINGLE, metadata={"format": "pt"})
+        _write(shards[0], directory / SINGLE)
         return
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, directory / name, metadata={"format": "pt"})
+        _write(shard, directory / name)
         weight_map |= dict.fromkeys(shard, name)
     total = sum(array.nbytes for shard in shards for array in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -154,11 +169,9 @@ def _check(config: ModelConfig, table: dict[str, Parameter], found: dict, direct
         raise ValueError(f"{directory} does not match its config.json:\n  " + "\n  ".join(faults))
 
 
-def _copy_extra(source: Path, directory: Path) -> None:
-    for path in source.iterdir():
-        weights = path.suffix in (".safetensors", ".bin", ".pth") or path.name == INDEX
-        if path.is_file() and not weights and path.name != "config.json":
-            shutil.copyfile(path, directory / path.name)
+def _write(tensors: dict[str, np.ndarray], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # save_file leaves it readable by its owner alone
 
 
 def _shards(tensors: dict[str, np.ndarray], limit: int) -> list[dict[str, np.ndarray]]:
