@@ -11,13 +11,13 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, as path[:variants].")
-_WORKDIR = flags.DEFINE_string("workdir", "", "Where everything the command makes goes.")
+flags.DEFINE_string("workdir", None, "Where everything the command makes goes.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def run(main: Callable[[ConfigDict, Path], None]) -> None:
     """Parses the command line and calls `main` with the locked config and the workdir."""
-    app.run(lambda _: main(_CONFIG.value, Path(_WORKDIR.value)), flags_parser=_parse)
+    app.run(lambda _: main(_CONFIG.value, Path(flags.FLAGS.workdir)), flags_parser=_parse)
 
 
 @contextlib.contextmanager
