@@ -200,12 +200,18 @@ class ChatFormat:
     # The template.
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any], generation: bool) -> str:
-        rendered = self._hf.apply_chat_template(
-            [dict(m) for m in messages],
-            tools=list(tools) or None,
-            add_generation_prompt=generation,
-            tokenize=False,
-        )
+        try:
+            rendered = self._hf.apply_chat_template(
+                [dict(m) for m in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=generation,
+                tokenize=False,
+            )
+        except jinja2.TemplateError as error:
+            roles = [m["role"] for m in messages]
+            raise ChatTemplateError(
+                f"the chat template refuses a conversation of {roles}: {error}"
+            ) from error
         assert isinstance(rendered, str)
         return rendered
 
@@ -272,7 +278,7 @@ class ChatFormat:
         ]
         try:
             spans = self._spans(messages, (), generation=True)
-        except (jinja2.TemplateError, ChatTemplateError):
+        except ChatTemplateError:
             return plain
         close, between, open_ = spans[-5].text, spans[-3].text, spans[-1].text
         first = self._encode_template(close)[:1]

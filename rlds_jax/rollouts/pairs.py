@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def without_guidance(original: Trajectory, retry: Trajectory) -> Trajectory:
     assert retry.retry_from is not None
     context = slice(_turn_start(original, retry.retry_from))
     own = slice(_turn_start(retry, retry.retry_from), None)
-    joined = {
+    joined: dict[str, Any] = {
         name: np.concatenate([getattr(original, name)[context], getattr(retry, name)[own]])
         for name in ("tokens", "turn_ids", "logprobs", "weight_version")
     }

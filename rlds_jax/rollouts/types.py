@@ -1,4 +1,8 @@
-"""Flat token records of rollouts: what the episode loop writes and the batch builder reads."""
+"""Flat token records of rollouts: what the episode loop writes and the batch builder reads.
+
+Arrays and texts are left out of `repr`: asyncio builds the repr of a finished task's result, which
+took over a second for a hundred trajectories.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +53,17 @@ class Trajectory:
     uid: str
     group: str
     item_id: str
-    initial_observation: str
-    tokens: np.ndarray
-    turn_ids: np.ndarray
-    logprobs: np.ndarray
-    weight_version: np.ndarray
+    initial_observation: str = dataclasses.field(repr=False)
+    tokens: np.ndarray = dataclasses.field(repr=False)
+    turn_ids: np.ndarray = dataclasses.field(repr=False)
+    logprobs: np.ndarray = dataclasses.field(repr=False)
+    weight_version: np.ndarray = dataclasses.field(repr=False)
     prompt_length: int
     temperature: float
     reward: float
     success: bool
     ended_by: str
-    turns: tuple[Turn, ...]
+    turns: tuple[Turn, ...] = dataclasses.field(repr=False)
     grades: tuple[int | None, ...] | None = None
     pivots: tuple[int | None, ...] | None = None
     retry_from: int | None = None
@@ -119,9 +123,9 @@ class Judgement:
 
     role: Literal["grader", "reflector"]
     trajectory: str
-    prompt_ids: np.ndarray
-    ids: np.ndarray
-    text: str
+    prompt_ids: np.ndarray = dataclasses.field(repr=False)
+    ids: np.ndarray = dataclasses.field(repr=False)
+    text: str = dataclasses.field(repr=False)
     error: str | None
 
 
@@ -138,8 +142,8 @@ class AuxiliaryPair:
     """
 
     channel: Literal["reflect", "retry"]
-    tokens: np.ndarray
-    targets: np.ndarray
+    tokens: np.ndarray = dataclasses.field(repr=False)
+    targets: np.ndarray = dataclasses.field(repr=False)
     delta: float
     uid: str
 

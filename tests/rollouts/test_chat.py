@@ -224,3 +224,9 @@ def test_from_directory(tmp_path, tokenizer):
 def test_directory_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ChatTemplateError, match=r"absent holds no tokenizer.json"):
         ChatFormat.from_directory(tmp_path / "absent")
+
+
+def test_template_that_refuses_a_system_message_is_named():
+    template = CHATML.replace("{%- set rest", "{{ raise_exception('no system here') }}{%- set rest")
+    with pytest.raises(ChatTemplateError, match=r"refuses a conversation of \['system'.*no system"):
+        ChatFormat(build_tokenizer(template))

@@ -557,3 +557,10 @@ def test_records_hold_the_texts(tokenizer):
     assert "reflector" not in retry
     assert retry["reward"] == 1.0
     assert json.loads(json.dumps(retry)) == retry
+
+
+def test_results_have_a_short_repr(tokenizer):
+    (result,) = run(make_context(tokenizer, policy(), group_size=2), ITEMS[:1])
+    assert "5-0/0" in repr(result)
+    assert len(repr(result)) < 3000
+    assert "array" not in repr(result)
