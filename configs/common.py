@@ -74,7 +74,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     )
     config.advantage = section(AdvantageConfig)
     config.loss = section(LossConfig)
-    config.update = section(UpdateConfig)
+    config.training = section(UpdateConfig)
     config.optimizer = section(OptimizerConfig)
 
     config.compute = section(ComputeConfig, dtype="bfloat16", remat="full")

@@ -46,13 +46,15 @@ class UpdateConfig:
     def __post_init__(self):
         for name in ("epochs", "minibatches", "max_nonfinite"):
             if getattr(self, name) < 1:
-                raise ValueError(f"update.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ValueError(f"training.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("reflect_coefficient", "retry_coefficient", "max_pairs"):
             if getattr(self, name) < 0:
-                raise ValueError(f"update.{name} is {getattr(self, name)}; it must not be negative")
+                raise ValueError(
+                    f"training.{name} is {getattr(self, name)}; it must not be negative"
+                )
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(
-                f"update.aggregation is {self.aggregation!r}; use one of {get_args(Aggregation)}"
+                f"training.aggregation is {self.aggregation!r}; use one of {get_args(Aggregation)}"
             )
 
 
@@ -74,13 +76,18 @@ def make_batches(
     Raises:
       BatchError: the layout cannot hold them.
     """
-    advantage_of = _by_uid(groups, estimate)
+    everything = [t for group in groups for t in group.trajectories]
+    columns = zip(everything, estimate.token, estimate.loss_mask, strict=True)
+    estimate_of = {t.uid: (token, mask) for t, token, mask in columns}
     batches, metrics = [], []
     for first in range(config.minibatches):
         part = groups[first :: config.minibatches]
         rows = [t for group in part for t in group.trajectories]
         policy = batching.policy_sequences(
-            rows, *zip(*(advantage_of[t.uid] for t in rows), strict=True), config.aggregation
+            rows,
+            [estimate_of[t.uid][0] for t in rows],
+            [estimate_of[t.uid][1] for t in rows],
+            config.aggregation,
         )
         auxiliary, counts = batching.auxiliary_sequences(
             (pair for group in part for pair in auxiliary_pairs(group, config.success_only)),
@@ -91,6 +98,19 @@ def make_batches(
         batches.append(batching.pack([*policy, *auxiliary], layout))
         metrics.append(counts)
     return batches, mean_metrics(metrics)
+
+
+def without_guidance_everywhere(groups: Sequence[GroupResult]) -> list[GroupResult]:
+    """The groups with every retry in the context of its original (`clean_retries`)."""
+    cleaned = []
+    for group in groups:
+        by_uid = {t.uid: t for t in group.trajectories}
+        rows = tuple(
+            t if t.parent is None else without_guidance(by_uid[t.parent], t)
+            for t in group.trajectories
+        )
+        cleaned.append(dataclasses.replace(group, trajectories=rows))
+    return cleaned
 
 
 def mean_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -27,7 +27,12 @@ from rlds_jax.rollouts.engines.local import LocalEngine
 from rlds_jax.rollouts.group import run_groups
 from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.rollouts.types import GroupResult
-from rlds_jax.step_batch import UpdateConfig, make_batches, mean_metrics
+from rlds_jax.step_batch import (
+    UpdateConfig,
+    make_batches,
+    mean_metrics,
+    without_guidance_everywhere,
+)
 from rlds_jax.tasks.base import Item, Task
 
 
@@ -80,13 +85,13 @@ class Trainer:
         self.workdir = workdir
         self.rollout = RolloutConfig(**config.rollout)
         self.advantage = advantages.AdvantageConfig(**config.advantage)
-        self.settings = UpdateConfig(**config.update)
+        self.settings = UpdateConfig(**config.training)
         self.layout = BatchLayout(**config.batch)
         self.loss = LossConfig(**config.loss)
         compute = update.ComputeConfig(**config.compute)
         optimizer = update.OptimizerConfig(**config.optimizer)
         mesh = sharding.make_mesh(**config.mesh)
-        _check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
+        check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
         self.task = make_task(config.task)
         self.train_items = self.task.items("train")
         step_items(self.train_items, 0, config.prompts_per_step, config.seed)
@@ -127,10 +132,11 @@ class Trainer:
         """
         started = time.perf_counter()
         groups, metrics = self.rollouts(step)
-        rows = [t for group in groups for t in group.trajectories]
+        trained = without_guidance_everywhere(groups) if self.settings.clean_retries else groups
+        rows = [t for group in trained for t in group.trajectories]
         phi = [[subtask.weight for subtask in self.task.subtasks]] * len(rows)
         estimate = advantages.estimate(rows, phi, self.rollout.condition, self.advantage)
-        batches, pair_metrics = make_batches(groups, estimate, self.settings, self.layout)
+        batches, pair_metrics = make_batches(trained, estimate, self.settings, self.layout)
         metrics |= estimate.metrics | pair_metrics
         metrics |= self.optimise(step, batches)
         metrics |= self.sync(step + 1)
@@ -199,9 +205,7 @@ class Trainer:
         utilisation = mfu(train_flops(self.model, lengths), metrics["timing_s/update"])
         return named if utilisation is None else named | {"perf/mfu": utilisation}
 
-    def _record(
-        self, step: int, groups: Sequence[GroupResult], metrics: dict[str, float]
-    ) -> None:
+    def _record(self, step: int, groups: Sequence[GroupResult], metrics: dict[str, float]) -> None:
         self.log.scalars(step, metrics)
         self.log.rollouts(
             step,
@@ -214,7 +218,7 @@ class Trainer:
         self.log.progress(metrics["critic/rewards/mean"], metrics["perf/time_per_step"])
 
 
-def _check_lengths(rollout: RolloutConfig, max_context: int, row_length: int) -> None:
+def check_lengths(rollout: RolloutConfig, max_context: int, row_length: int) -> None:
     """The engine and the rows hold every sequence of a step (DESIGN "The one data path").
 
     Raises:
