@@ -103,11 +103,17 @@ class Task(Protocol):
       tools: Hermes tool schemas for the chat template; empty for tasks without tools.
     """
 
-    name: str
-    subtasks: tuple[Subtask, ...]
-    observation_role: Literal["user", "tool"]
-    replay: Literal["execute", "restore"]
-    tools: tuple[dict[str, Any], ...]
+    # Read-only, so that a class constant or a frozen field will do.
+    @property
+    def name(self) -> str: ...
+    @property
+    def subtasks(self) -> tuple[Subtask, ...]: ...
+    @property
+    def observation_role(self) -> Literal["user", "tool"]: ...
+    @property
+    def replay(self) -> Literal["execute", "restore"]: ...
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]: ...
 
     def system_prompt(self, guidance: str | None = None) -> str:
         """The system message; with `guidance`, the one of a retry from turn 0."""

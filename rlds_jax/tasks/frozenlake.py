@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -98,6 +98,10 @@ class Board:
             raise ValueError(f"board: {GOAL} cannot be reached from {AGENT} in {list(rows)}")
         return board
 
+    @property
+    def goal(self) -> Cell:
+        return divmod("".join(self.rows).index(GOAL), len(self.rows[0]))
+
     def tile(self, cell: Cell) -> str:
         return self.rows[cell[0]][cell[1]]
 
@@ -109,10 +113,8 @@ class Board:
 
     def distances(self) -> dict[Cell, int]:
         """Fewest moves to the goal past no hole, for every cell the goal can be reached from."""
-        text = "".join(self.rows)
-        goal = divmod(text.index(GOAL), len(self.rows[0]))
-        distances = {goal: 0}
-        queue = deque([goal])
+        distances = {self.goal: 0}
+        queue = deque(distances)
         while queue:
             cell = queue.popleft()
             for move in STEPS:
@@ -272,11 +274,11 @@ class FrozenLake:
     seed: int = 0
     legend: bool = False
 
-    name = "frozenlake"
-    subtasks = SUBTASKS
-    observation_role: Literal["user", "tool"] = "user"
-    replay: Literal["execute", "restore"] = "execute"
-    tools: tuple[dict[str, Any], ...] = ()
+    name: ClassVar[str] = "frozenlake"
+    subtasks: ClassVar[tuple[Subtask, ...]] = SUBTASKS
+    observation_role: ClassVar[Literal["user", "tool"]] = "user"
+    replay: ClassVar[Literal["execute", "restore"]] = "execute"
+    tools: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __post_init__(self):
         if not 2 <= self.size[0] <= self.size[1]:

@@ -1,0 +1,146 @@
+"""Measures a tiny policy in its three roles with the real engine and the real rollouts.
+
+    python -m experiments.tiny_policy.evaluate --model=rlds_jax/models/tiny
+
+Every validation board is played once; every failure is reflected on and retried. Grades and
+pivots are compared with the scripted grader's, which follow from the true log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments.tiny_policy import critics
+from experiments.tiny_policy.critics import Episode
+from experiments.tiny_policy.demonstrations import TINY_TASK
+from rlds_jax.models import weights
+from rlds_jax.rollouts.chat import ChatFormat
+from rlds_jax.rollouts.config import RolloutConfig
+from rlds_jax.rollouts.context import RolloutContext
+from rlds_jax.rollouts.engines.local import LocalEngine
+from rlds_jax.rollouts.group import run_groups
+from rlds_jax.rollouts.prompts import Prompts
+from rlds_jax.rollouts.types import GroupResult, Trajectory
+from rlds_jax.tasks.base import Item
+from rlds_jax.tasks.frozenlake import SUBTASKS, FrozenLake
+
+ROLLOUT = RolloutConfig(
+    group_size=1,
+    retry_budget=1,
+    retry_fraction=1.0,
+    max_prompt_tokens=256,
+    max_response_tokens=512,
+    max_turn_tokens=64,
+    max_judge_tokens=256,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--items", type=int, default=300, help="validation boards")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", type=int, default=0, help="print the texts of so many boards")
+    args = parser.parse_args()
+    task = FrozenLake(**TINY_TASK)
+    items = task.items("validation")[: args.items]
+    groups = rollouts(args.model, task, items, args.seed)
+    for group in groups[: args.show]:
+        print_texts(group)
+    print(json.dumps(quality(task, items, groups), indent=2))
+
+
+def rollouts(model: Path, task: FrozenLake, items: Sequence[Item], seed: int) -> list[GroupResult]:
+    """One original per item, its grades, and the retry of every failure."""
+    config, params = weights.load(model)
+    engine = LocalEngine(params, config, num_slots=64, max_context=2048)
+    chat = ChatFormat.from_directory(model, ("user",))
+    context = RolloutContext(task, engine, chat, Prompts(), ROLLOUT, run_seed=seed)
+    try:
+        return asyncio.run(run_groups(context, items, step=0))
+    finally:
+        engine.close()
+
+
+def quality(
+    task: FrozenLake, items: Sequence[Item], groups: Sequence[GroupResult]
+) -> dict[str, float]:
+    """Success, validity and agreement with the true log, as shares of what they count."""
+    pairs = [(i, t) for i, g in zip(items, groups, strict=True) for t in g.trajectories]
+    originals = [t for _, t in pairs if t.parent is None]
+    retries = [t for _, t in pairs if t.parent is not None]
+    judged = [j for g in groups for j in g.judgements]
+    measured = {
+        "success": _mean(t.success for t in originals),
+        "retry_success": _mean(t.success for t in retries),
+        "retry_success_from_0": _mean(t.success for t in retries if t.retry_from == 0),
+        "retry_success_from_later": _mean(t.success for t in retries if t.retry_from),
+        "grader_parsed": _mean(j.error is None for j in judged if j.role == "grader"),
+        "reflector_valid": _mean(j.error is None for j in judged if j.role == "reflector"),
+        "turns": _mean(len(t.turns) for t in originals),
+        "invalid_actions": _mean(t.metrics["invalid_actions"] for t in originals),
+    }
+    truth = [(t, replay(task, item, t)) for item, t in pairs]
+    retried = {t.parent: t.retry_from for t in retries}
+    measured["retry_step_agreement"] = _mean(
+        retried[t.uid] == critics.retry_step(e) for t, e in truth if t.uid in retried
+    )
+    return measured | agreement(truth)
+
+
+def replay(task: FrozenLake, item: Item, trajectory: Trajectory) -> Episode:
+    """The episode of a trajectory with its true log, by playing its turns again."""
+    environment = task.environment(item)
+
+    async def run() -> None:
+        await environment.reset()
+        for turn in trajectory.turns:
+            await environment.step(turn.action)
+
+    asyncio.run(run())
+    return Episode(
+        environment.board,
+        task.max_turns,
+        trajectory.initial_observation,
+        trajectory.turns,
+        tuple(environment.log),
+        trajectory.reward,
+        trajectory.ended_by,
+    )
+
+
+def agreement(truth: Sequence[tuple[Trajectory, Episode]]) -> dict[str, float]:
+    """Per subtask: shares of equal scores and of equal pivots."""
+    graded = [(t.grades, t.pivots, critics.grade(e)) for t, e in truth if t.grades and t.pivots]
+    measured = {}
+    for k, subtask in enumerate(SUBTASKS):
+        given = [(scores[k], pivots[k], true[k]) for scores, pivots, true in graded]
+        name = subtask.name
+        measured[f"{name}/score"] = _mean(score == true.score for score, _, true in given)
+        measured[f"{name}/pivot"] = _mean(pivot == true.pivot for _, pivot, true in given)
+    return measured
+
+
+def print_texts(group: GroupResult) -> None:
+    for trajectory in group.trajectories:
+        print(f"== {trajectory.uid} from {trajectory.retry_from}: {trajectory.ended_by}")
+        print(trajectory.initial_observation)
+        for turn in trajectory.turns:
+            print(turn.action, turn.observation, sep="\n")
+    for judgement in group.judgements:
+        print(f"== {judgement.role} of {judgement.trajectory}: {judgement.error}", judgement.text)
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return round(float(np.mean(numbers)), 3) if numbers else float("nan")
+
+
+if __name__ == "__main__":
+    main()

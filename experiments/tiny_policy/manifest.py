@@ -1,0 +1,70 @@
+"""What a tiny policy was trained for: hashes that go stale when a prompt or format changes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from experiments.tiny_policy.demonstrations import TINY_TASK
+from rlds_jax.rollouts.prompts import Prompts
+from rlds_jax.rollouts.types import Turn
+from rlds_jax.tasks.base import Item
+from rlds_jax.tasks.frozenlake import FrozenLake
+
+MANIFEST = "manifest.json"
+REBUILD = "python -m experiments.tiny_policy.build --out=rlds_jax/models/tiny"
+_BOARD = ["A D C", "D D D", "C D B"]
+_PLAYS = (
+    ["Up", "jump", "Right", "Right"],  # edge, invalid, hole
+    ["Down", "Right", "Right", "Down"],  # goal
+    ["Up"] * TINY_TASK["max_turns"],
+)
+
+
+def formats(directory: Path) -> dict[str, str]:
+    """Hashes of everything the policy in `directory` is used to seeing, by what they cover."""
+    task = FrozenLake(**TINY_TASK)
+    episodes = [_play(task, moves) for moves in _PLAYS]
+    prompts = Prompts()
+    return {
+        "prompts": _digest(
+            task.system_prompt(),
+            dataclasses.asdict(prompts),
+            [prompts.grader_messages(task.subtasks, episode) for episode in episodes],
+            prompts.reflector_messages(task.subtasks, episodes[0], grades=[1, 2, 3, 4, 5]),
+        ),
+        "observations": _digest([dataclasses.asdict(episode) for episode in episodes]),
+        "template": _digest((directory / "chat_template.jinja").read_text(encoding="utf-8")),
+        "tokenizer": _digest((directory / "tokenizer.json").read_text(encoding="utf-8")),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Episode:
+    initial_observation: str
+    turns: tuple[Turn, ...]
+    reward: float
+    ended_by: str
+
+
+def _play(task: FrozenLake, moves: list[str]) -> _Episode:
+    environment = task.environment(Item("manifest", {"board": _BOARD}))
+
+    async def run() -> _Episode:
+        initial = await environment.reset()
+        turns = []
+        for move in moves:
+            action = f"<action>{move}</action>"
+            result = await environment.step(action)
+            turns.append(Turn(action, result.observation))
+        assert result.ended_by is not None
+        return _Episode(initial, tuple(turns), result.reward, result.ended_by)
+
+    return asyncio.run(run())
+
+
+def _digest(*parts) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
