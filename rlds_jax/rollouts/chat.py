@@ -81,7 +81,9 @@ class ChatFormat:
         self._plain = _without_added_tokens(self._full)
         self._added = {id: t.content for id, t in self._full.get_added_tokens_decoder().items()}
         self._template_ids: dict[str, list[int]] = {}
-        self._check_plain_encoding()
+        self._spelled = {id for id in self._added if self._plain.id_to_token(id) is not None}
+        for content in self._added.values():
+            self.encode_text(f"a {content} b{content}")  # fails early where it would fail later
 
         self.end_of_turn = self._find_end_of_turn()
         eos = tokenizer.eos_token_id
@@ -109,8 +111,19 @@ class ChatFormat:
     # Text to ids.
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of outside text; nothing in it becomes an added token."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        """Ids of outside text; nothing in it becomes an added token.
+
+        Raises:
+          ChatTemplateError: the tokenizer's own vocabulary spells an added token in this text.
+        """
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if self._spelled and not self._spelled.isdisjoint(ids):
+            names = [self._added[id] for id in self._spelled.intersection(ids)]
+            raise ChatTemplateError(
+                f"plain text encodes to the added tokens {names}, which the tokenizer also has in "
+                "its model vocabulary; remove them from there"
+            )
+        return ids
 
     def encode_assistant(self, text: str) -> list[int]:
         """Ids of a demonstrated assistant turn: "<tool_call>" and the like are tokens in it."""
@@ -299,16 +312,6 @@ class ChatFormat:
         return folded
 
     # Start-up proofs.
-
-    def _check_plain_encoding(self) -> None:
-        for text in self._added.values():
-            hit = self._added.keys() & set(self.encode_text(f"a {text} b{text}"))
-            if hit:
-                raise ChatTemplateError(
-                    f"the text {text!r} encodes to the added token {min(hit)} even without added "
-                    "tokens (is it a model vocabulary entry with ignore_merges?); "
-                    "this tokenizer cannot hold outside text safely"
-                )
 
     def _prove_append_only(self, role: Role) -> None:
         """Renders a conversation piece by piece and whole, at each length, and compares."""

@@ -47,14 +47,14 @@ def finish_tokenizer(backend, template=CHATML, **options):
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **options)
 
 
-def build_tokenizer(template=CHATML, **options):
+def build_tokenizer(template=CHATML, corpus=CORPUS, use_regex=True, **options):
     """A byte-level BPE of a few hundred entries with Qwen's kinds of added tokens."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=use_regex)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    backend.train_from_iterator(CORPUS, trainer)
+    backend.train_from_iterator(corpus, trainer)
     return finish_tokenizer(backend, template, **options)
 
 

@@ -230,3 +230,9 @@ def test_template_that_refuses_a_system_message_is_named():
     template = CHATML.replace("{%- set rest", "{{ raise_exception('no system here') }}{%- set rest")
     with pytest.raises(ChatTemplateError, match=r"refuses a conversation of \['system'.*no system"):
         ChatFormat(build_tokenizer(template))
+
+
+def test_tokenizer_whose_merges_spell_an_added_token_is_refused():
+    tokenizer = build_tokenizer(corpus=["<|im_end|>"] * 50, use_regex=False)
+    with pytest.raises(ChatTemplateError, match=r"im_end.*in its model vocabulary"):
+        ChatFormat(tokenizer)
