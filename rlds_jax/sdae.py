@@ -21,6 +21,7 @@ from rlds_jax import grpo
 SIGN_FLOOR = 1e-8
 VARIANCE_FLOOR = 1e-12
 MIN_KERNEL_SIGMA = 1e-3
+COUNT_BLOCK = 128
 
 NegativeRewards = Literal["literal", "uniform"]
 KernelNorm = Literal["response", "active"]
@@ -196,7 +197,7 @@ def _advantages(
 
     # Stage 3: rows to turns to tokens.
     pivots = jnp.where((decomposed & graded)[:, None] & (weights > 0), pivots, -1)
-    counts = jax.vmap(count_turns, in_axes=(0, None))(turn_ids, num_turns)
+    counts = count_turns(turn_ids, num_turns)
     active = jnp.where(jnp.arange(num_turns) >= mask_before_turn[:, None], counts, 0.0)
     kernels = jax.vmap(jax.vmap(temporal_kernel, in_axes=(None, 0, None)), in_axes=(0, 0, None))
     kernel = kernels(active if kernel_norm == "active" else counts, pivots, kernel_sigma)
@@ -319,11 +320,16 @@ def masked_std(x: chex.Array, mask: chex.Array) -> chex.Array:
 
 
 def count_turns(turn_ids: chex.Array, num_turns: int) -> chex.Array:
-    """[num_turns] float32: the sampled tokens of each turn among turn_ids [T]."""
-    bins = jnp.where(turn_ids < 0, num_turns, jnp.minimum(turn_ids, num_turns - 1))
-    # Bounds hold by construction, and checking them makes this scatter several times slower.
-    counts = jnp.zeros(num_turns + 1, jnp.float32).at[bins].add(1.0, mode="promise_in_bounds")
-    return counts[:num_turns]
+    """[N, num_turns] float32: the sampled tokens of each turn among turn_ids [N, T]."""
+
+    def count(row: chex.Array) -> chex.Array:
+        bins = jnp.where(row < 0, num_turns, jnp.minimum(row, num_turns - 1))
+        # Bounds hold by construction, and checking them makes this scatter several times slower.
+        counts = jnp.zeros(num_turns + 1, jnp.int32).at[bins].add(1, mode="promise_in_bounds")
+        return counts[:num_turns].astype(jnp.float32)
+
+    # A scatter's index array is twice the size of turn_ids: in blocks of rows it stays small.
+    return jax.lax.map(count, turn_ids, batch_size=min(COUNT_BLOCK, turn_ids.shape[0]))
 
 
 def temporal_kernel(
