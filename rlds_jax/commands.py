@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, as path[:variants].")
@@ -17,6 +17,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def run(main: Callable[[ConfigDict, Path], None]) -> None:
     """Parses the command line and calls `main` with the locked config and the workdir."""
+    logging.set_verbosity(logging.WARNING)  # jax tells at INFO which backends are absent
     app.run(lambda _: main(_CONFIG.value, Path(flags.FLAGS.workdir)), flags_parser=_parse)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import tqdm
-from tensorboardX import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rlds_jax.models.config import ModelConfig
 
@@ -53,6 +56,30 @@ def mfu(flops: float, seconds: float) -> float | None:
     return None
 
 
+class Scalars:
+    """A TensorBoard event file of scalars in `directory`."""
+
+    def __init__(self, directory: Path):
+        self._writer = EventFileWriter(str(directory))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes every scalar at `step`.
+
+        Raises:
+          ValueError: a metric is not finite; the names are listed.
+        """
+        wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if wrong:
+            raise ValueError(f"step {step}: metrics {wrong} are not finite")
+        values = [Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()]
+        summary = Summary(value=values)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class RunLog:
     """TensorBoard scalars, `rollouts.jsonl` and a progress bar for one workdir.
 
@@ -66,25 +93,13 @@ class RunLog:
 
     def __init__(self, workdir: Path, total_steps: int):
         workdir.mkdir(parents=True, exist_ok=True)
-        self._writer = SummaryWriter(str(workdir / "tensorboard"))
+        self._scalars = Scalars(workdir / "tensorboard")
         self._rollouts = (workdir / "rollouts.jsonl").open("a")
         self._bar = tqdm.tqdm(total=total_steps, unit="step", dynamic_ncols=True)
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes every scalar at `step`.
-
-        Raises:
-          ValueError: a metric is not finite; the names are listed.
-        """
-        wrong = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if wrong:
-            raise ValueError(f"step {step}: metrics {wrong} are not finite")
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def text(self, name: str, value: str) -> None:
-        self._writer.add_text(name, value, 0)
+        """Writes scalars to TensorBoard; see `Scalars.write`."""
+        self._scalars.write(step, metrics)
 
     def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Appends one JSON line per rollout."""
@@ -97,11 +112,7 @@ class RunLog:
         self._bar.set_postfix(reward=f"{reward:.3f}", step=f"{seconds:.1f}s", refresh=False)
         self._bar.update()
 
-    def say(self, line: str) -> None:
-        """Prints a line above the progress bar."""
-        self._bar.write(line)
-
     def close(self) -> None:
         self._bar.close()
         self._rollouts.close()
-        self._writer.close()
+        self._scalars.close()

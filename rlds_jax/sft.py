@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from ml_collections import ConfigDict
-from tensorboardX import SummaryWriter
 
 from rlds_jax import batch as batching
 from rlds_jax import commands, losses, transcripts, update
 from rlds_jax.batch import Batch, BatchLayout, TokenSequence
+from rlds_jax.metrics import Scalars
 from rlds_jax.models import qwen3, weights
 from rlds_jax.models.config import ModelConfig
 from rlds_jax.rollouts.chat import ChatFormat
@@ -81,7 +81,7 @@ class FineTuning:
           Diverged: the loss or a gradient was not finite.
         """
         metrics: dict[str, float] = {}
-        writer = SummaryWriter(str(self.workdir / "tensorboard"))
+        writer = Scalars(self.workdir / "tensorboard")
         with tqdm.tqdm(total=self.steps, unit="step", dynamic_ncols=True) as bar:
             pending: list[update.Outcome] = []
             for epoch in range(self.config.epochs):
@@ -93,7 +93,7 @@ class FineTuning:
                 metrics |= self._log(writer, bar, pending)
                 if self.validation:
                     metrics["val/loss"] = self.evaluate()
-                    writer.add_scalar("val/loss", metrics["val/loss"], bar.n)
+                    writer.write(bar.n, {"val/loss": metrics["val/loss"]})
                     bar.write(f"epoch {epoch + 1}: validation loss {metrics['val/loss']:.4f}")
         writer.close()
         self.save()
@@ -163,7 +163,7 @@ class FineTuning:
                 "tokenizer and model do not match"
             )
 
-    def _log(self, writer: SummaryWriter, bar: tqdm.tqdm, pending: list) -> dict[str, float]:
+    def _log(self, writer: Scalars, bar: tqdm.tqdm, pending: list) -> dict[str, float]:
         """Brings the pending outcomes to the host; returns the last one's metrics."""
         metrics: dict[str, float] = {}
         for outcome in pending:
@@ -178,8 +178,7 @@ class FineTuning:
                 "train/grad_norm": named["actor/grad_norm"],
                 "train/lr": named["actor/lr"],
             }
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, bar.n)
+            writer.write(bar.n, metrics)
             bar.update()
         if pending:
             bar.set_postfix(loss=f"{metrics['train/loss']:.4f}")
