@@ -66,7 +66,7 @@ class ComputeConfig:
     dtype: str = "float32"
     remat: qwen3.Remat = "none"
     attention: str = "auto"
-    logprob_chunk: int = 1024
+    logprob_chunk: int = 512
 
 
 @flax.struct.dataclass
@@ -175,7 +175,7 @@ def batch_shardings(mesh: Mesh, with_old_logprobs: bool = False) -> Batch:
 
 
 def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch):
-    """Log-probability of every target and the entropy, both [rows, row_length] float32."""
+    """Log-probability and entropy of the active targets, [rows, row_length] float32, else 0."""
     hidden = qwen3.hidden_states(
         params,
         model,
@@ -186,14 +186,15 @@ def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch):
         remat=compute.remat,
         attention=compute.attention,
     )
-    logprobs, entropy = qwen3.token_logprobs(
-        hidden.reshape(-1, hidden.shape[-1]),
+    active = (micro.policy_weight > 0) | (micro.kl_weight > 0) | (micro.nll_weight > 0)
+    return qwen3.row_logprobs(
+        hidden,
         qwen3.unembedding(params),
-        micro.targets.reshape(-1),
-        micro.temperature.reshape(-1),
+        micro.targets,
+        micro.temperature,
+        active,
         chunk_size=compute.logprob_chunk,
     )
-    return logprobs.reshape(micro.targets.shape), entropy.reshape(micro.targets.shape)
 
 
 def _micro_batch(batch: Batch, index) -> Batch:
@@ -319,7 +320,7 @@ def make_logprobs(
     """The jitted pass behind `Batch.old_logprobs`, for several updates per batch.
 
     It maps (params, batch) to log-probabilities of the targets, [max_micro, rows, row_length]
-    float32, zero in micro-batches beyond num_micro.
+    float32, zero where no weight is set.
     """
 
     def logprobs(params, batch: Batch) -> jax.Array:

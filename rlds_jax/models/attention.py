@@ -41,7 +41,7 @@ def dense(q, k, v, segment_ids):
     return out.reshape(batch, length, heads, head_dim)
 
 
-def blockwise(q, k, v, segment_ids, *, block: int = 128):
+def blockwise(q, k, v, segment_ids, *, block: int = 64):
     """Online softmax over key blocks, forward and backward; memory is linear in L.
 
     Key blocks after a query block, and those before the first segment that the query block (in any

@@ -144,24 +144,33 @@ def rms_norm(x, scale, eps: float):
     return (normalised * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotary(x, positions, theta: float):
-    """Rotary position embedding (halves rotated, as in the checkpoints), in float32.
+def rotary_angles(positions, head_dim: int, theta: float):
+    """cos and sin [..., head_dim / 2] float32 of positions [...]; theta is the frequencies' base."""
+    half = head_dim // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x, cos, sin):
+    """Rotates the two halves of each head (as in the checkpoints), in float32.
 
     Args:
       x: [..., heads, hd] queries or keys.
-      positions: [...] int.
-      theta: base of the frequencies.
+      cos, sin: [..., hd / 2] of their positions.
 
     Returns:
       [..., heads, hd] in x's dtype.
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = cos[..., None, :], sin[..., None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def rotary(x, positions, theta: float):
+    """Rotary position embedding of x [..., heads, hd] at positions [...]."""
+    return rotate(x, *rotary_angles(positions, x.shape[-1], theta))
 
 
 def qkv(layer: Params, config: ModelConfig, x, positions):
@@ -169,17 +178,18 @@ def qkv(layer: Params, config: ModelConfig, x, positions):
     q = jnp.einsum("...d,dhk->...hk", x, layer["q"])
     k = jnp.einsum("...d,dhk->...hk", x, layer["k"])
     v = jnp.einsum("...d,dhk->...hk", x, layer["v"])
-    return finish_qkv(layer, config, q, k, v, positions)
+    angles = rotary_angles(positions, config.head_dim, config.rope_theta)
+    return finish_qkv(layer, config, q, k, v, angles)
 
 
-def finish_qkv(layer: Params, config: ModelConfig, q, k, v, positions):
-    """Bias, head norm and rotary embedding of the three projections."""
+def finish_qkv(layer: Params, config: ModelConfig, q, k, v, angles):
+    """Bias, head norm and rotary embedding (angles: cos, sin) of the three projections."""
     if config.attention_bias:
         q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
         k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-    return rotary(q, positions, config.rope_theta), rotary(k, positions, config.rope_theta), v
+    return rotate(q, *angles), rotate(k, *angles), v
 
 
 def attention_output(layer: Params, attn):
@@ -226,18 +236,24 @@ def hidden_states(
       [B, L, D] after the final norm, in compute_dtype.
     """
 
+    # Tokens are one axis outside attention: with two, the weight gradients are transposed copies.
+    rows, length = tokens.shape
+    positions = positions.reshape(-1)
+
     def block(x, layer):
         layer = jax.tree.map(lambda p: p.astype(compute_dtype), layer)
-        q, k, v = qkv(
-            layer, config, rms_norm(x, layer["input_norm"], config.rms_norm_eps), positions
+        normalised = rms_norm(x, layer["input_norm"], config.rms_norm_eps)
+        q, k, v = (
+            heads.reshape(rows, length, *heads.shape[1:])
+            for heads in qkv(layer, config, normalised, positions)
         )
         attended = attention_lib.attend(q, k, v, segment_ids, implementation=attention)
-        x = x + attention_output(layer, attended)
+        x = x + attention_output(layer, attended.reshape(rows * length, *attended.shape[2:]))
         return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_norm_eps)), None
 
-    x = embed_tokens(params, tokens, compute_dtype)
+    x = embed_tokens(params, tokens.reshape(-1), compute_dtype)
     x, _ = lax.scan(_remat(block, remat), x, params["layers"])
-    return rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    return rms_norm(x, params["final_norm"], config.rms_norm_eps).reshape(rows, length, -1)
 
 
 def _remat(block, policy: Remat):
@@ -253,83 +269,112 @@ def _remat(block, policy: Remat):
 
 @functools.partial(jax.jit, static_argnames="chunk_size")
 def token_logprobs(hidden, unembed, targets, temperature, *, chunk_size: int = 1024):
+    """`row_logprobs` of tokens [N] that are all active."""
+    logprobs, entropy = row_logprobs(
+        hidden[None],
+        unembed,
+        targets[None],
+        temperature[None],
+        jnp.ones((1, hidden.shape[0]), bool),
+        chunk_size=chunk_size,
+    )
+    return logprobs[0], entropy[0]
+
+
+def row_logprobs(hidden, unembed, targets, temperature, active, *, chunk_size: int = 1024):
     """Log-probability of each target, and the entropy, under softmax(hidden @ unembed.T / temp).
 
-    Works through the tokens in chunks, forward and backward: the largest array is
-    [chunk_size, V]. The backward pass recomputes the logits. Differentiable in hidden and unembed.
+    Works through the active tokens in chunks, forward and backward, so that the largest array is
+    [chunk_size, V] and tokens without a loss cost nothing: each row's active tokens are moved to
+    its front, and a chunk takes the next few positions of every row. The backward pass recomputes
+    the logits. Differentiable in hidden and unembed.
 
     Args:
-      hidden: [N, D].
+      hidden: [B, L, D].
       unembed: [V, D].
-      targets: [N] int32.
-      temperature: [N] float32, positive.
+      targets: [B, L] int32.
+      temperature: [B, L] float32, positive.
+      active: [B, L] bool.
       chunk_size: tokens whose logits exist at once.
 
     Returns:
-      logprobs, entropy: [N] float32.
+      logprobs, entropy: [B, L] float32, 0 where not active.
     """
-    count = hidden.shape[0]
-    chunks = -(-count // min(chunk_size, count))
-    pad = -count % chunks
+    rows, length = targets.shape
+    width = min(max(chunk_size // rows, 1), length)
+    chunks = -(-length // width)
+    order = jnp.argsort(~active, axis=1, stable=True)
+    used = -(-jnp.max(jnp.sum(active, axis=1)) // width)
 
-    # Strided chunks: each holds tokens of every row, so that rows sharded over devices stay put.
     def split(x):
-        x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1))
-        return jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 0)
+        """[B, L, ...] to [chunks, B, width, ...], active tokens first."""
+        x = jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+        x = jnp.pad(x, [(0, 0), (0, chunks * width - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(rows, chunks, width, *x.shape[2:]), 1, 0)
+
+    def join(x):
+        x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)
+        return jnp.where(active, jnp.take_along_axis(x, jnp.argsort(order, axis=1), axis=1), 0.0)
 
     inverse = split(1 / temperature.astype(jnp.float32))
-    logprobs, entropy = _chunked_logprobs(split(hidden), unembed, split(targets), inverse)
-    return tuple(x.T.reshape(-1)[:count] for x in (logprobs, entropy))
+    logprobs, entropy = _chunk_logprobs(split(hidden), unembed, split(targets), inverse, used)
+    return join(logprobs), join(entropy)
 
 
 def _scaled_logits(hidden, unembed, inverse_temperature):
+    """float32 logits [B * width, V] of one chunk."""
+    hidden = hidden.reshape(-1, hidden.shape[-1])
     logits = jnp.einsum(
         "nd,vd->nv", hidden, unembed.astype(hidden.dtype), preferred_element_type=jnp.float32
     )
-    return logits * inverse_temperature[:, None]
+    return logits * inverse_temperature.reshape(-1, 1)
 
 
 @jax.custom_vjp
-def _chunked_logprobs(hidden, unembed, targets, inverse_temperature):
-    """`token_logprobs` over [chunks, C, ...] arrays."""
-    return _chunked_forward(hidden, unembed, targets, inverse_temperature)[0]
+def _chunk_logprobs(hidden, unembed, targets, inverse_temperature, used):
+    """`row_logprobs` over the first `used` of [chunks, B, width, ...]; 0 in the others."""
+    return _chunk_forward(hidden, unembed, targets, inverse_temperature, used)[0]
 
 
-def _chunked_forward(hidden, unembed, targets, inverse_temperature):
-    def chunk(inputs):
-        h, target, inverse = inputs
-        logits = _scaled_logits(h, unembed, inverse)
+def _chunk_forward(hidden, unembed, targets, inverse_temperature, used):
+    def chunk(i, outputs):
+        logits = _scaled_logits(hidden[i], unembed, inverse_temperature[i])
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         mean = jnp.sum(jnp.exp(logits - normaliser[:, None]) * logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return chosen - normaliser, normaliser - mean, normaliser
+        chosen = jnp.take_along_axis(logits, targets[i].reshape(-1, 1), axis=-1)[:, 0]
+        values = (chosen - normaliser, normaliser - mean, normaliser)
+        shape = targets.shape[1:]
+        return tuple(o.at[i].set(v.reshape(shape)) for o, v in zip(outputs, values, strict=True))
 
-    logprobs, entropy, normaliser = lax.map(chunk, (hidden, targets, inverse_temperature))
-    residuals = (hidden, unembed, targets, inverse_temperature, entropy, normaliser)
-    return (logprobs, entropy), residuals
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    logprobs, entropy, normaliser = lax.fori_loop(0, used, chunk, (zeros, zeros, zeros))
+    saved = (hidden, unembed, targets, inverse_temperature, used, entropy, normaliser)
+    return (logprobs, entropy), saved
 
 
-def _chunked_backward(residuals, cotangents):
+def _chunk_backward(saved, cotangents):
     """d logp / d z = onehot - p and d H / d z = -p (log p + H), for scaled logits z."""
-    hidden, unembed, targets, inverse_temperature, entropy, normaliser = residuals
+    hidden, unembed, targets, inverse_temperature, used, entropy, normaliser = saved
 
-    def chunk(d_unembed, inputs):
-        h, target, inverse, chunk_entropy, log_z, d_logprob, d_entropy = inputs
-        logp = _scaled_logits(h, unembed, inverse) - log_z[:, None]
+    def chunk(i, gradients):
+        d_hidden, d_unembed = gradients
+        target, inverse, chunk_entropy, log_z, d_logprob, d_entropy = (
+            x[i].reshape(-1)
+            for x in (targets, inverse_temperature, entropy, normaliser, *cotangents)
+        )
+        logp = _scaled_logits(hidden[i], unembed, inverse) - log_z[:, None]
         slope = d_logprob + d_entropy * chunk_entropy
         d_logits = -jnp.exp(logp) * (slope[:, None] + d_entropy[:, None] * logp)
         d_logits = d_logits.at[jnp.arange(len(target)), target].add(d_logprob)
-        d_logits = (d_logits * inverse[:, None]).astype(h.dtype)
-        d_hidden = d_logits @ unembed.astype(h.dtype)
-        d_unembed += jnp.einsum("nv,nd->vd", d_logits, h, preferred_element_type=jnp.float32)
-        return d_unembed, d_hidden
+        d_logits = (d_logits * inverse[:, None]).astype(hidden.dtype)
+        d_rows = d_logits @ unembed.astype(hidden.dtype)
+        flat = hidden[i].reshape(-1, hidden.shape[-1])
+        d_unembed += jnp.einsum("nv,nd->vd", d_logits, flat, preferred_element_type=jnp.float32)
+        return d_hidden.at[i].set(d_rows.reshape(hidden.shape[1:])), d_unembed
 
-    d_unembed, d_hidden = lax.scan(
-        chunk,
-        jnp.zeros(unembed.shape, jnp.float32),
-        (hidden, targets, inverse_temperature, entropy, normaliser, *cotangents),
-    )
-    return d_hidden, d_unembed.astype(unembed.dtype), None, None
+    zeros = (jnp.zeros_like(hidden), jnp.zeros(unembed.shape, jnp.float32))
+    d_hidden, d_unembed = lax.fori_loop(0, used, chunk, zeros)
+    return d_hidden, d_unembed.astype(unembed.dtype), None, None, None
 
 
-_chunked_logprobs.defvjp(_chunked_forward, _chunked_backward)
+_chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
