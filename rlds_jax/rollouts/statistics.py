@@ -89,6 +89,7 @@ def _judge_metrics(
             metrics[name] = good / (good + bad)
     for role in ("grader", "reflector"):
         answers = [j for j in judgements if j.role == role]
+        metrics[f"{role}/count"] = float(len(answers))
         metrics |= _mean(f"{role}/prompt_length", [len(j.prompt_ids) for j in answers])
         metrics |= _mean(f"{role}/response_length", [len(j.ids) for j in answers])
     return metrics
