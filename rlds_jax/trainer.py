@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +166,7 @@ class Trainer:
         started = time.perf_counter()
         if self._logprobs is not None:
             batches = [
-                batch.replace(old_logprobs=self._logprobs(self.state.params, batch))
+                dataclasses.replace(batch, old_logprobs=self._logprobs(self.state.params, batch))
                 for batch in batches
             ]
         metrics = []
@@ -184,8 +186,8 @@ class Trainer:
         self._nonfinite = self._nonfinite + 1 if metrics["actor/update_nonfinite"] else 0
         if self._nonfinite >= self.settings.max_nonfinite:
             path = self.workdir / f"nonfinite_batch_step{step}.npz"
-            fields = {name: np.asarray(value) for name, value in vars(batch).items()}
-            np.savez(path, **{name: value for name, value in fields.items() if value.ndim})
+            fields: dict[str, Any] = {k: v for k, v in vars(batch).items() if v is not None}
+            np.savez(path, **fields)
             raise NonfiniteUpdates(
                 f"step {step}: loss or gradient was not finite in {self._nonfinite} updates in a "
                 f"row; none was applied. The batch is in {path}; a lower "
