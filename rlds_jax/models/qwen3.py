@@ -340,9 +340,9 @@ def _chunk_forward(hidden, unembed, targets, inverse_temperature, used):
     def chunk(i, outputs):
         logits = _scaled_logits(hidden[i], unembed, inverse_temperature[i])
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        mean = jnp.sum(jnp.exp(logits - normaliser[:, None]) * logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, targets[i].reshape(-1, 1), axis=-1)[:, 0]
-        values = (chosen - normaliser, normaliser - mean, normaliser)
+        logp = logits - normaliser[:, None]
+        chosen = jnp.take_along_axis(logp, targets[i].reshape(-1, 1), axis=-1)[:, 0]
+        values = (chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1), normaliser)
         shape = targets.shape[1:]
         return tuple(o.at[i].set(v.reshape(shape)) for o, v in zip(outputs, values, strict=True))
 
