@@ -1,0 +1,152 @@
+"""The loop on the bundled policy: every stage real, two prompts a step."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from configs import frozenlake
+from rlds_jax.tasks.base import Item
+from rlds_jax.trainer import NonfiniteUpdates, Trainer, make_task, step_items
+
+ROOT = Path(__file__).parent.parent
+TIMED = ("timing_s/", "perf/", "engine/", "retry/gen_time_ratio")
+
+
+def tiny(arg="", **training):
+    """The tiny config with two prompts per step."""
+    config = frozenlake.get_config(f"tiny,{arg}")
+    config.prompts_per_step = 2
+    config.steps = 2
+    config.batch.max_micro = 16
+    config.training.update(training)
+    return config
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Makes trainers in the test's directory and closes them at its end."""
+    made = []
+
+    def make(config, name="run"):
+        made.append(Trainer(config, tmp_path / name))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def untimed(metrics):
+    return {name: x for name, x in metrics.items() if not name.startswith(TIMED)}
+
+
+def copy(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def test_a_step_is_a_slice_of_a_seeded_shuffle():
+    items = [Item(str(i), {}) for i in range(10)]
+    epochs = [[step_items(items, 3 * e + s, 3, seed=5) for s in range(3)] for e in range(2)]
+    for epoch in epochs:
+        ids = [item.id for step in epoch for item in step]
+        assert len(set(ids)) == 9  # the tenth is left out
+    assert epochs[0] != epochs[1]
+    assert epochs[0][1] == step_items(items, 1, 3, seed=5) != step_items(items, 1, 3, seed=6)
+
+
+@pytest.mark.parametrize("per_step", [0, 11])
+def test_a_step_larger_than_the_data_is_refused(per_step):
+    with pytest.raises(ValueError, match="prompts_per_step"):
+        step_items([Item("0", {})] * 10, 0, per_step, seed=0)
+
+
+def test_a_missing_task_factory_is_named():
+    config = frozenlake.get_config()
+    config.task.factory = "rlds_jax.tasks.frozenlake:NoSuchTask"
+    with pytest.raises(ValueError, match=r"task\.factory.*NoSuchTask"):
+        make_task(config.task)
+
+
+@pytest.mark.parametrize("condition", ["rlds", "base_reflection", "rlvr"])
+def test_two_steps_from_the_command_line(condition, tmp_path):
+    command = [sys.executable, "-m", "rlds_jax.train", f"--workdir={tmp_path}"]
+    flags = [f"--config=configs/frozenlake.py:tiny,{condition}", "--config.steps=2"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    expected = ["critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"]
+    expected += ["timing_s/gen", "timing_s/update", "timing_s/sync", "engine/tokens_per_s"]
+    expected += ["engine/idle_slots", "engine/prefix_hit_rate", "perf/throughput"]
+    if condition != "rlvr":
+        expected += ["timing_s/grade", "timing_s/reflect", "timing_s/retry", "retry/gen_ratio"]
+    if condition == "rlds":
+        expected += ["sdae/sigma_batch", "sdae/fallback_group_rate", "grader/parse_rate"]
+        expected += ["subtask/frozenlake/path_planning/grade"]
+    for tag in expected:
+        assert len(scalars[tag]) == 2, tag
+    assert max(scalars["rollout_corr/logprob_diff_max"]) < 1e-3
+
+    config = frozenlake.get_config(f"tiny,{condition}")
+    records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
+    originals = [r for r in records if r["parent"] is None]
+    assert len(originals) == 2 * config.prompts_per_step * config.rollout.group_size
+    assert {r["step"] for r in records} == {0, 1}
+    assert any(r["parent"] for r in records) == (condition != "rlvr")
+
+    AutoTokenizer.from_pretrained(tmp_path / "policy")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+
+
+def test_the_same_seed_gives_the_same_run(start):
+    runs = [start(tiny(), name) for name in ("a", "b")]
+    for step in range(2):
+        first, second = (untimed(run.step(step)) for run in runs)
+        assert first == second
+    jax.tree.map(np.testing.assert_array_equal, *(copy(run.state.params) for run in runs))
+
+
+def test_every_metric_is_finite_and_the_policy_moves(start):
+    run = start(tiny())
+    before = copy(run.state.params)
+    metrics = run.step(0)
+    assert all(math.isfinite(x) for x in metrics.values())
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, copy(run.state.params))
+    assert max(jax.tree.leaves(moved)) > 0
+
+
+def test_a_nonfinite_update_is_skipped_and_several_stop_the_run(start, tmp_path):
+    run = start(tiny(max_nonfinite=2))
+    run.reference = jax.tree.map(lambda x: x * np.nan, run.reference)
+    before = copy(run.state.params)
+    metrics = run.step(0)
+    assert metrics["actor/update_nonfinite"] == 1
+    jax.tree.map(np.testing.assert_array_equal, before, copy(run.state.params))
+    with pytest.raises(NonfiniteUpdates, match="nonfinite_batch_step1"):
+        run.step(1)
+    with np.load(tmp_path / "run" / "nonfinite_batch_step1.npz") as dumped:
+        assert dumped["tokens"].shape == dumped["policy_weight"].shape
+        assert dumped["policy_weight"].sum() == pytest.approx(1, abs=1e-4)
+
+
+def test_epochs_and_minibatches_take_as_many_updates(start):
+    run = start(tiny(epochs=2, minibatches=2))
+    metrics = run.step(0)
+    assert int(run.state.step) == 4
+    assert metrics["actor/ratio_max"] != 1.0  # the later updates are off-policy
+
+
+def test_retries_can_be_trained_without_their_guidance(start):
+    first = start(tiny(), "guided").step(0)
+    second = start(tiny(clean_retries=True), "clean").step(0)
+    assert first["retry/count"] == second["retry/count"] > 0
+    assert first["rollout_corr/logprob_diff_max"] < 1e-3 < second["rollout_corr/logprob_diff_max"]
