@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 from experiments.tiny_policy.demonstrations import TINY_TASK
+from experiments.tiny_policy.tokenizer import CHAT_TEMPLATE
 from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
@@ -37,7 +38,7 @@ def formats(directory: Path) -> dict[str, str]:
             prompts.reflector_messages(task.subtasks, episodes[0], grades=[1, 2, 3, 4, 5]),
         ),
         "observations": _digest([dataclasses.asdict(episode) for episode in episodes]),
-        "template": _digest((directory / "chat_template.jinja").read_text(encoding="utf-8")),
+        "template": _digest(CHAT_TEMPLATE),
         "tokenizer": _digest((directory / "tokenizer.json").read_text(encoding="utf-8")),
     }
 
