@@ -2,8 +2,7 @@
 
 Rows belong to groups by an id in [0, num_groups); a row with any other id is padding and enters
 nothing. The float32 mean of equal values can be an ulp off, and a division by a small deviation
-makes that an advantage: so groups are centred on one of their own values first, which leaves equal
-values exactly zero.
+would make that an advantage: centring is exact for equal values, and deviations have a floor.
 """
 
 from __future__ import annotations
@@ -72,18 +71,15 @@ class Groups(NamedTuple):
         """[N, ...]: for each row the maximum of x [N, ...] over its group."""
         return self.rows(jax.ops.segment_max(x, self.ids, self.num_groups))
 
-    def remove_mean(self, x: chex.Array) -> chex.Array:
-        """x [N, ...] less its group means; 0 on padding. Exact zeros stay exact.
+    def centre(self, x: chex.Array) -> chex.Array:
+        """x [N, ...] less its group means; 0 on padding.
 
-        The second pass removes what the first left by rounding its sums.
+        The first mean of equal values can be some ulps off; that residue is short enough for its
+        own mean to be exact, so the second pass leaves exactly 0.
         """
         for _ in range(2):
             x = x - self.mean(x)
         return jnp.where(self.valid.reshape(-1, *[1] * (x.ndim - 1)), x, 0.0)
-
-    def centre(self, x: chex.Array) -> chex.Array:
-        """x [N] less its group means, exactly 0 throughout a group of equal values."""
-        return self.remove_mean(x - self.maximum(x))
 
 
 def make_groups(group_ids: chex.Array, num_groups: int, valid: chex.Array | bool = True) -> Groups:
@@ -105,7 +101,7 @@ def row_advantages(rewards: chex.Array, groups: Groups, eps: chex.Numeric = EPS)
     Returns:
       [N] float32; 0 in a group of one row or whose standard deviation is below 1e-6.
     """
-    centred = groups.centre(jnp.where(groups.valid, rewards, 0.0))
+    centred = groups.centre(rewards)
     freedom = jnp.maximum(groups.sizes() - 1.0, 1.0)
     std = groups.rows(jnp.sqrt(groups.total(jnp.square(centred)) / freedom))
     return jnp.where(std >= STD_FLOOR, centred / (std + eps), 0.0)

@@ -178,7 +178,6 @@ def _advantages(
 ) -> SdaeOutput:
     """`advantages` after the checks; the continuous options are traced."""
     groups = grpo.make_groups(group_ids, num_groups, (weights > 0).any(axis=1))
-    rewards = jnp.where(groups.valid, rewards, 0.0)
     weights = jnp.where(groups.valid[:, None], weights, 0.0)
 
     # Stages 1 and 2: rewards to subtasks to rows.
@@ -285,7 +284,7 @@ def subtask_advantages(rewards: chex.Array, share: chex.Array, groups: grpo.Grou
     """
     top_reward = groups.maximum(rewards)
     below = (rewards - top_reward)[:, None] * share
-    return groups.remove_mean(below + top_reward[:, None] * (share - groups.maximum(share)))
+    return groups.centre(below + top_reward[:, None] * (share - groups.maximum(share)))
 
 
 def combine_subtasks(

@@ -239,6 +239,14 @@ class GrpoTest(chex.TestCase):
         unmasked[0, 1] = 0
         np.testing.assert_allclose(output.token, unmasked, rtol=1e-6)
 
+    @chex.variants(with_jit=True, without_jit=True, with_device=True)
+    def test_a_deviation_of_rounding_size_counts_as_none(self):
+        # Two neighbouring float32 rewards: std 4e-8, below the floor of 1e-6.
+        rewards = np.array([0.5, np.nextafter(np.float32(0.5), np.float32(1))], np.float32)
+        zeros = np.zeros(2, int)
+        run = self.variant(lambda *x: grpo.advantages(*x, num_groups=1))
+        assert not np.any(run(rewards, zeros, zeros[:, None], zeros).row)
+
     def test_non_finite_reward_names_its_row(self):
         with pytest.raises(ValueError, match=r"rewards\[1\]"):
             grpo.advantages(

@@ -101,6 +101,10 @@ class PerTokenTest(chex.TestCase, parameterized.TestCase):
         )
         np.testing.assert_allclose(weight, [1.0, 0.5, 2.0], rtol=1e-6)
 
+    def test_importance_weight_has_no_gradient(self):
+        gradient = jax.grad(lambda x: losses.importance_weight(x, array(-1.0), 2.0).sum())
+        np.testing.assert_array_equal(gradient(array(-1.2)), [0.0])
+
 
 class TotalTest(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True, with_device=True)
