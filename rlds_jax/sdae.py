@@ -21,7 +21,7 @@ from rlds_jax import grpo
 SIGN_FLOOR = 1e-8
 VARIANCE_FLOOR = 1e-12
 MIN_KERNEL_SIGMA = 1e-3
-COUNT_BLOCK = 128
+COUNT_BLOCK_TOKENS = 2**19
 
 NegativeRewards = Literal["literal", "uniform"]
 KernelNorm = Literal["response", "active"]
@@ -328,7 +328,9 @@ def count_turns(turn_ids: chex.Array, num_turns: int) -> chex.Array:
         return counts[:num_turns].astype(jnp.float32)
 
     # A scatter's index array is twice the size of turn_ids: in blocks of rows it stays small.
-    return jax.lax.map(count, turn_ids, batch_size=min(COUNT_BLOCK, turn_ids.shape[0]))
+    rows, tokens = turn_ids.shape
+    block = max(1, COUNT_BLOCK_TOKENS // max(tokens, 1))
+    return jax.lax.map(count, turn_ids, batch_size=min(block, rows))
 
 
 def temporal_kernel(
