@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import threading
 import time
 
@@ -36,14 +37,17 @@ PARAMS = random_params()
 PARAMS["embed"] = PARAMS["embed"] * 8
 
 
+LENGTH = 256
+
+
 def make_engine(params=PARAMS, config=CONFIG, **options):
-    options = {"max_context": 256, "num_slots": 8, "page_size": 16} | options
+    options = {"max_context": LENGTH, "num_slots": 8, "page_size": 16} | options
     return LocalEngine(params, config, **options)
 
 
 @pytest.fixture(scope="module")
 def shared():
-    engine = make_engine()
+    engine = make_engine(num_slots=64)
     yield engine
     engine.close()
 
@@ -81,18 +85,28 @@ async def sample_all(engine, prompts=PROMPTS, **options):
 
 def reference_logprobs(params, ids, completion, temperature, config=CONFIG):
     """Log-probabilities of a completion by one full forward pass."""
-    tokens = jnp.array([*ids, *completion.ids.tolist()], jnp.int32)
-    positions = jnp.arange(len(tokens))[None]
-    hidden = qwen3.hidden_states(
-        params, config, tokens[None], positions, jnp.ones_like(positions), attention="dense"
-    )
+    tokens = [*ids, *completion.ids.tolist()]
+    hidden = reference_hidden(params, tokens, config)[: len(tokens) - 1]
+    hidden = jnp.pad(hidden, ((0, LENGTH - len(hidden)), (0, 0)))
+    targets = jnp.array(tokens[1:] + [0] * (LENGTH + 1 - len(tokens)), jnp.int32)
     logprobs, _ = qwen3.token_logprobs(
-        hidden[0, :-1],
-        qwen3.unembedding(params),
-        tokens[1:],
-        jnp.full(len(tokens) - 1, temperature),
+        hidden, qwen3.unembedding(params), targets, jnp.full(LENGTH, temperature)
     )
-    return np.asarray(logprobs)[len(ids) - 1 :]
+    return np.asarray(logprobs)[len(ids) - 1 : len(tokens) - 1]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def forward(params, tokens, segments, config):
+    positions = jnp.arange(tokens.shape[1])[None]
+    return qwen3.hidden_states(params, config, tokens, positions, segments, attention="dense")[0]
+
+
+def reference_hidden(params, tokens, config=CONFIG):
+    """[len(tokens), D], computed at one padded length."""
+    count = len(tokens)
+    padded = jnp.array([[*tokens, *[0] * (LENGTH - count)]], jnp.int32)
+    segments = (jnp.arange(LENGTH) < count).astype(jnp.int32)[None]
+    return forward(params, padded, segments, config)[:count]
 
 
 def assert_identical(ours, theirs):
@@ -162,8 +176,8 @@ def test_prefilled_and_decoded_pages_hold_the_same_bits(hidden):
     config = ModelConfig(**{**vars(CONFIG), "hidden_size": hidden})
     params = random_params(2, config)
     tokens = prompt(3, 64)
-    weights = local_kernels.prepare(params, config, jnp.float32)
-    kernels = local_kernels.build(config, 1)
+    weights = local_kernels.prepare(params, config, jnp.float32, 256)
+    kernels = local_kernels.build(config, 1, 16)
     table = np.arange(1, 5, dtype=np.int32)
     size = max(local_kernels.invariant_rows(config, jnp.float32))
 
@@ -210,8 +224,8 @@ def one_row(rows, token, position, table):
 
 def test_garbage_in_the_cache_never_leaks():
     """NaN in every page but the row's own, and past its position in those."""
-    weights = local_kernels.prepare(PARAMS, CONFIG, jnp.float32)
-    kernels = local_kernels.build(CONFIG, 1)
+    weights = local_kernels.prepare(PARAMS, CONFIG, jnp.float32, 256)
+    kernels = local_kernels.build(CONFIG, 1, 16)
     rows = min(local_kernels.invariant_rows(CONFIG, jnp.float32))
     table = np.array([1, 2, 0, 0], np.int32)
     outcomes = []
@@ -254,10 +268,8 @@ def test_temperature_belongs_to_the_request(shared):
     greedy = together[0]
     expected = reference_logprobs(PARAMS, PROMPTS[6], greedy, 1.0)
     np.testing.assert_allclose(greedy.logprobs, expected, atol=1e-4)
-    tokens = jnp.array([PROMPTS[6] + greedy.ids.tolist()])
-    positions = jnp.arange(tokens.shape[1])[None]
-    hidden = qwen3.hidden_states(PARAMS, CONFIG, tokens, positions, jnp.ones_like(tokens))
-    best = jnp.argmax(hidden[0] @ PARAMS["embed"].T, axis=-1)
+    hidden = reference_hidden(PARAMS, PROMPTS[6] + greedy.ids.tolist())
+    best = jnp.argmax(hidden @ PARAMS["embed"].T, axis=-1)
     np.testing.assert_array_equal(best[len(PROMPTS[6]) - 1 : -1], greedy.ids)
 
 
@@ -288,8 +300,9 @@ def test_special_ids_are_ordinary_tokens(shared):
 
 
 def test_sampling_follows_the_exact_softmax(shared):
-    draws = 4000
-    expected = np.asarray(jax.nn.softmax(reference_logits([3, 4, 5]) / 0.8))
+    draws = 3000
+    hidden = reference_hidden(PARAMS, [3, 4, 5])[-1]
+    expected = np.asarray(jax.nn.softmax(hidden @ PARAMS["embed"].T / 0.8))
 
     async def run():
         return await asyncio.gather(
@@ -310,13 +323,6 @@ def test_sampling_follows_the_exact_softmax(shared):
     assert statistic < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def reference_logits(ids):
-    tokens = jnp.array([ids])
-    positions = jnp.arange(len(ids))[None]
-    hidden = qwen3.hidden_states(PARAMS, CONFIG, tokens, positions, jnp.ones_like(tokens))
-    return hidden[0, -1] @ PARAMS["embed"].T
-
-
 def test_next_turns_prefill_only_what_is_new(engine):
     async def turn(ids):
         engine.metrics()
@@ -331,7 +337,7 @@ def test_next_turns_prefill_only_what_is_new(engine):
 
     # One token less than the prompt: decode computes the last. The second turn adds its
     # observation and the last sampled token, which was never fed back.
-    assert asyncio.run(run()) == (129, 5, 2)
+    assert asyncio.run(run()) == (129, 5, 1)
 
 
 def test_simultaneous_prompts_with_a_common_prefix_share_it(engine):
@@ -495,7 +501,7 @@ def test_bad_engines_are_refused(options, message):
 
 
 def test_cache_bytes_is_what_the_cache_takes(shared):
-    cache = local_kernels.empty_cache(CONFIG, 129, 16, jnp.float32)
+    cache = local_kernels.empty_cache(CONFIG, 1025, 16, jnp.float32)
     assert shared.cache_bytes == sum(pool.nbytes for pool in jax.tree.leaves(cache))
 
 
@@ -551,7 +557,7 @@ def test_a_failing_worker_tells_everyone(monkeypatch):
 
 def test_varying_content_compiles_nothing_new(engine):
     asyncio.run(sample_all(engine))
-    kernels = local_kernels.build(CONFIG, 8)
+    kernels = local_kernels.build(CONFIG, 8, 16)
     asyncio.run(sample_all(engine, [prompt(1000, 150)] + [prompt(i, 9) for i in range(30)]))
     before = [f._cache_size() for f in kernels]
     rng = np.random.default_rng(0)
