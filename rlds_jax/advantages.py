@@ -64,10 +64,17 @@ class Rows(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What an estimator returns: [N, T] advantages after the retry mask, and metrics by name."""
+    """What an estimator returns.
+
+    Attributes:
+      token: [N, T] float32 advantages after the retry mask.
+      metrics: by name.
+      share: [N, K] float32 shares of the reward by subtask; None where it is not decomposed.
+    """
 
     token: np.ndarray
     metrics: dict[str, float]
+    share: np.ndarray | None = None
 
 
 Estimator = Callable[[Rows, AdvantageConfig], Estimate]
@@ -80,11 +87,13 @@ class StepAdvantages(NamedTuple):
       token: per trajectory [T_i] float32, 0 outside the loss mask.
       loss_mask: per trajectory [T_i] bool.
       metrics: by name.
+      share: per trajectory [K_i] float32, p_ik; None where the condition decomposes nothing.
     """
 
     token: list[np.ndarray]
     loss_mask: list[np.ndarray]
     metrics: dict[str, float]
+    share: list[np.ndarray] | None = None
 
 
 def estimate(
@@ -113,7 +122,7 @@ def estimate(
         return StepAdvantages([], [], {})
     rows = pad_rows(trajectories, weights, config)
     mask = grpo.loss_mask(rows.turn_ids, rows.mask_before_turn)
-    token, metrics = run(rows, config)
+    token, metrics, share = run(rows, config)
     if mask.any():
         active = token[mask]
         metrics |= {
@@ -126,6 +135,7 @@ def estimate(
         [token[i, :length] for i, length in enumerate(lengths)],
         [mask[i, :length] for i, length in enumerate(lengths)],
         metrics,
+        None if share is None else [share[i, : len(phi)] for i, phi in enumerate(weights)],
     )
 
 
@@ -160,7 +170,8 @@ def sdae_estimator(rows: Rows, config: AdvantageConfig) -> Estimate:
         kernel_norm=config.kernel_norm,
         eps=config.eps,
     )
-    return Estimate(np.array(output.token), sdae.defined_metrics(output.diagnostics))
+    metrics = sdae.defined_metrics(output.diagnostics)
+    return Estimate(np.array(output.token), metrics, np.array(output.share))
 
 
 def grpo_estimator(rows: Rows, config: AdvantageConfig) -> Estimate:

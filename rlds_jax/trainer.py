@@ -28,7 +28,7 @@ from rlds_jax.rollouts.context import RolloutContext
 from rlds_jax.rollouts.engines.local import LocalEngine
 from rlds_jax.rollouts.group import run_groups
 from rlds_jax.rollouts.prompts import Prompts
-from rlds_jax.rollouts.types import GroupResult
+from rlds_jax.rollouts.types import GroupResult, Trajectory
 from rlds_jax.step_batch import (
     UpdateConfig,
     make_batches,
@@ -69,6 +69,19 @@ def step_items(items: Sequence[Item], step: int, per_step: int, seed: int) -> li
     epoch, index = divmod(step, len(items) // per_step)
     order = np.random.default_rng((seed, epoch)).permutation(len(items))
     return [items[i] for i in order[index * per_step : (index + 1) * per_step]]
+
+
+def share_metrics(
+    task: Task, rows: Sequence[Trajectory], share: Sequence[np.ndarray] | None
+) -> dict[str, float]:
+    """`subtask/<task>/<name>/share`: mean share of the reward over the graded rows."""
+    graded = [
+        p for t, p in zip(rows, share or [], strict=share is not None) if t.grades is not None
+    ]
+    if not graded:
+        return {}
+    names = [f"subtask/{task.name}/{subtask.name}/share" for subtask in task.subtasks]
+    return dict(zip(names, np.mean(graded, axis=0, dtype=float).tolist(), strict=True))
 
 
 class Trainer:
@@ -139,7 +152,7 @@ class Trainer:
         phi = [[subtask.weight for subtask in self.task.subtasks]] * len(rows)
         estimate = advantages.estimate(rows, phi, self.rollout.condition, self.advantage)
         batches, pair_metrics = make_batches(trained, estimate, self.settings, self.layout)
-        metrics |= estimate.metrics | pair_metrics
+        metrics |= estimate.metrics | pair_metrics | share_metrics(self.task, rows, estimate.share)
         metrics |= self.optimise(step, batches)
         metrics |= self.sync(step + 1)
         metrics |= self.engine.metrics()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import frozenlake
 from rlds_jax.tasks.base import Item
+from rlds_jax.tasks.frozenlake import SUBTASKS
 from rlds_jax.trainer import NonfiniteUpdates, Trainer, make_task, step_items
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +92,7 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
         expected += ["timing_s/grade", "timing_s/reflect", "timing_s/retry", "retry/gen_ratio"]
     if condition == "rlds":
         expected += ["sdae/sigma_batch", "sdae/fallback_group_rate", "grader/parse_rate"]
-        expected += ["subtask/frozenlake/path_planning/grade"]
+        expected += [f"subtask/frozenlake/{s.name}/grade" for s in SUBTASKS]
     for tag in expected:
         assert len(scalars[tag]) == 2, tag
     assert max(scalars["rollout_corr/logprob_diff_max"]) < 1e-3
@@ -120,6 +121,8 @@ def test_every_metric_is_finite_and_the_policy_moves(start):
     before = copy(run.state.params)
     metrics = run.step(0)
     assert all(math.isfinite(x) for x in metrics.values())
+    shares = [metrics[f"subtask/frozenlake/{s.name}/share"] for s in SUBTASKS]
+    assert sum(shares) == pytest.approx(1, abs=1e-5)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), before, copy(run.state.params))
     assert max(jax.tree.leaves(moved)) > 0
 

@@ -132,21 +132,8 @@ def _subtask_metrics(rows: Sequence[Trajectory], task: Task) -> dict[str, float]
                 deltas.append(_difference(grades[k], before[k]))
         metrics |= _mean(f"{prefix}/grade", [grades[k] for _, grades, _ in graded])
         metrics |= _mean(f"{prefix}/pivot_step", [pivots[k] for _, _, pivots in graded])
-        metrics |= _mean(f"{prefix}/share", [shares(grades)[k] for _, grades, _ in graded])
         metrics |= _mean(f"{prefix}/retry_grade_delta", deltas)
     return metrics
-
-
-def shares(grades: Sequence[int | None]) -> list[float]:
-    """p_k = (g_k - 1) / sum_j (g_j - 1), or 1/K when all grades are 1.
-
-    Missing grades take the mean of those present, of which there is at least one.
-    """
-    present = [grade for grade in grades if grade is not None]
-    mean = sum(present) / len(present)
-    excess = [(mean if grade is None else grade) - 1 for grade in grades]
-    total = sum(excess)
-    return [e / total if total else 1 / len(grades) for e in excess]
 
 
 def _difference(after: int | None, before: int | None) -> int | None:

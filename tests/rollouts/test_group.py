@@ -15,7 +15,7 @@ from rlds_jax.rollouts.group import (
     run_groups,
 )
 from rlds_jax.rollouts.pairs import auxiliary_pairs
-from rlds_jax.rollouts.statistics import rollout_metrics, shares, trajectory_record
+from rlds_jax.rollouts.statistics import rollout_metrics, trajectory_record
 from rlds_jax.rollouts.types import Trajectory, Turn
 from rlds_jax.tasks.base import EpisodeError, Item, StepResult
 
@@ -511,7 +511,6 @@ def test_metrics_of_a_step(tokenizer):
         "subtask/corridor/walking/grade": (7 * 2 + 4 * 5) / 11,
         "subtask/corridor/walking/pivot_step": (7 * 0 + 4 * 1) / 11,
         "subtask/corridor/counting/pivot_step": 2.0,
-        "subtask/corridor/walking/share": (7 * 0.25 + 4 * 0.5) / 11,
         "subtask/corridor/walking/retry_grade_delta": 3.0,
         "subtask/corridor/counting/retry_grade_delta": 1.0,
     }
@@ -530,14 +529,6 @@ def test_metrics_of_dropped_rows(tokenizer):
     context = make_context(tokenizer, only(1, "actor", OSError("boom")), group_size=2)
     metrics = rollout_metrics(run(context), context.task, {})
     assert metrics["rollout/dropped"] == metrics["rollout/dropped/OSError"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("grades", "expected"),
-    [((1, 1), [0.5, 0.5]), ((2, 4), [0.25, 0.75]), ((3, None, 5), [2 / 9, 3 / 9, 4 / 9])],
-)
-def test_shares(grades, expected):
-    assert shares(grades) == pytest.approx(expected)
 
 
 def test_records_hold_the_texts(tokenizer):
