@@ -199,7 +199,7 @@ def test_padded_size_changes_nothing(condition):
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_no_trajectories(condition):
-    assert advantages.estimate([], [], condition) == ([], [], {})
+    assert advantages.estimate([], [], condition) == ([], [], {}, None)
 
 
 def test_unknown_condition():
