@@ -283,7 +283,7 @@ def make_update(
             loss_config=loss_config,
             compute=compute,
         )
-        grad_norm = optax.global_norm(gradient)
+        grad_norm = optax.tree.norm(gradient)
         weights = (batch.policy_weight, batch.kl_weight, batch.nll_weight)
         active = jnp.any(jnp.stack([jnp.any(weight > 0) for weight in weights]))
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

@@ -293,7 +293,7 @@ def row_logprobs(hidden, unembed, targets, temperature, active, *, chunk_size: i
       hidden: [B, L, D].
       unembed: [V, D].
       targets: [B, L] int32.
-      temperature: [B, L] float32, positive.
+      temperature: [B, L] float32, positive where active.
       active: [B, L] bool.
       chunk_size: tokens whose logits exist at once.
 
@@ -316,7 +316,7 @@ def row_logprobs(hidden, unembed, targets, temperature, active, *, chunk_size: i
         x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)
         return jnp.where(active, jnp.take_along_axis(x, jnp.argsort(order, axis=1), axis=1), 0.0)
 
-    inverse = split(1 / temperature.astype(jnp.float32))
+    inverse = split(1 / jnp.where(active, temperature, 1.0).astype(jnp.float32))
     logprobs, entropy = _chunk_logprobs(split(hidden), unembed, split(targets), inverse, used)
     return join(logprobs), join(entropy)
 
