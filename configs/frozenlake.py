@@ -28,6 +28,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config = get_common(chosen)
     config.task.factory = "rlds_jax.tasks.frozenlake:FrozenLake"
     config.task.options = section(FrozenLake)
+    config.advantage.num_turns = 16
     if "tiny" in chosen:
         _tiny(config)
     return config.lock()
@@ -37,6 +38,7 @@ def _tiny(config: ConfigDict) -> None:
     config.steps = 20
     config.prompts_per_step = 8
     config.task.options.update(size=(4, 4), min_path=2, max_path=5, max_turns=6)
+    config.advantage.num_turns = 8
     config.model.path = str(resources.files("rlds_jax") / "models" / "tiny")
     rlvr = config.rollout.condition == "rlvr"
     config.rollout.update(

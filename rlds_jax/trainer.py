@@ -100,6 +100,12 @@ class Trainer:
         self.workdir = workdir
         self.rollout = RolloutConfig(**config.rollout)
         self.advantage = advantages.AdvantageConfig(**config.advantage)
+        rows = config.prompts_per_step * (self.rollout.group_size + self.rollout.retry_budget)
+        self.advantage = dataclasses.replace(  # the step's bounds: one compilation for all steps
+            self.advantage,
+            min_rows=max(self.advantage.min_rows, rows),
+            min_tokens=max(self.advantage.min_tokens, config.batch.row_length),
+        )
         self.settings = UpdateConfig(**config.training)
         self.layout = BatchLayout(**config.batch)
         self.loss = LossConfig(**config.loss)
@@ -115,11 +121,13 @@ class Trainer:
         self.chat = ChatFormat.from_directory(self.source, (self.task.observation_role,))
         self.prompts = Prompts.load(self.rollout.prompts_dir)
         self.model, params = weights.load(self.source, jnp.float32)
-        params = jax.device_put(params, sharding.parameter_shardings(self.model, mesh))
-        self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
-        self.state = update.init_state(
-            params, update.make_optimizer(optimizer), jax.random.key(config.seed)
+        transform = update.make_optimizer(optimizer)
+        self.state = jax.device_put(
+            update.init_state(params, transform, jax.random.key(config.seed)),
+            update.state_shardings(self.model, transform, mesh),
         )
+        params = self.state.params
+        self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
         several = self.settings.epochs * self.settings.minibatches > 1
         self._update = update.make_update(
             self.model, optimizer, self.loss, compute, mesh, with_old_logprobs=several
