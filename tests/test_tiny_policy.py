@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from experiments.tiny_policy import critics, evaluate
 from experiments.tiny_policy.actor import GUIDED, UNGUIDED, Skill, stated_cell
-from experiments.tiny_policy.demonstrations import TINY_TASK, Demonstrator, Mixture, play
+from experiments.tiny_policy.demonstrations import Demonstrator, Mixture, play, tiny_task
 from experiments.tiny_policy.manifest import MANIFEST, REBUILD, formats
 from experiments.tiny_policy.tokenizer import ADDED_TOKENS, train_tokenizer
 from rlds_jax.models import weights
@@ -21,10 +21,10 @@ from rlds_jax.rollouts.grading import parse_grades
 from rlds_jax.rollouts.reflection import parse_reflection
 from rlds_jax.rollouts.types import GroupResult, Trajectory, Turn
 from rlds_jax.tasks.base import Item
-from rlds_jax.tasks.frozenlake import SUBTASKS, FrozenLake
+from rlds_jax.tasks.frozenlake import SUBTASKS
 
 TINY = Path(str(resources.files("rlds_jax") / "models" / "tiny"))
-TASK = FrozenLake(**TINY_TASK)
+TASK = tiny_task()
 NAMES = [subtask.name for subtask in SUBTASKS]
 PERFECT = Skill(invalid=0, misread=0, wander=0, reckless=0)
 BOARD = ["A D C", "D D D", "C D B"]

@@ -26,7 +26,7 @@ class Skill:
     reckless: float
 
 
-UNGUIDED = Skill(invalid=0.02, misread=0.08, wander=0.4, reckless=0.45)
+UNGUIDED = Skill(invalid=0.02, misread=0.08, wander=0.6, reckless=0.35)
 GUIDED = Skill(invalid=0.0, misread=0.01, wander=0.02, reckless=0.02)
 
 _STATED = re.compile(r"<think>A (\d) (\d),")

@@ -19,10 +19,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from experiments.tiny_policy.demonstrations import TINY_TASK, Demonstrator, Messages, Mixture
+from experiments.tiny_policy.demonstrations import Demonstrator, Messages, Mixture, tiny_task
 from experiments.tiny_policy.manifest import MANIFEST, formats
 from experiments.tiny_policy.tokenizer import train_tokenizer
-from rlds_jax.tasks.frozenlake import FrozenLake
 
 VOCABULARY = 1536
 SFT = {
@@ -32,7 +31,9 @@ SFT = {
     "model.num_layers": 4,
     "model.num_heads": 4,
     "model.num_kv_heads": 2,
-    "optimizer.learning_rate": 3e-3,
+    "model.rope_theta": 300.0,
+    "batch.rows": 8,
+    "optimizer.learning_rate": 1.5e-3,
 }
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     started = time.time()
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
-    demonstrator = Demonstrator(FrozenLake(**TINY_TASK), Mixture(), args.seed)
+    demonstrator = Demonstrator(tiny_task(), Mixture(), args.seed)
     train = list(demonstrator.transcripts("train", 0, args.items))
     write_jsonl(args.work / "train.jsonl", train)
     validation = demonstrator.transcripts("validation", 0, 100)
@@ -60,6 +61,7 @@ def main() -> None:
         "seed": args.seed,
         "items": args.items,
         "transcripts": len(train),
+        "model_bytes": sum(path.stat().st_size for path in args.out.iterdir()),
         "seconds": round(time.time() - started),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "tokenizers")},
     }

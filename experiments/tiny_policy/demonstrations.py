@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
 
+from configs.frozenlake import get_config
 from experiments.tiny_policy import critics
 from experiments.tiny_policy.actor import GUIDED, UNGUIDED, Skill, act, safe_route
 from experiments.tiny_policy.critics import Episode
@@ -15,9 +15,12 @@ from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.frozenlake import STEPS, SUBTASKS, FrozenLake
 
-TINY_TASK: dict[str, Any] = {"size": (4, 4), "min_path": 2, "max_path": 5, "max_turns": 6}
-
 Messages = list[dict[str, str]]
+
+
+def tiny_task() -> FrozenLake:
+    """The task of configs/frozenlake.py:tiny, which the policy is made for."""
+    return FrozenLake(**get_config("tiny").task.options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.frozenlake import get_config
 from experiments.tiny_policy import critics
 from experiments.tiny_policy.critics import Episode
-from experiments.tiny_policy.demonstrations import TINY_TASK
+from experiments.tiny_policy.demonstrations import tiny_task
 from rlds_jax.models import weights
 from rlds_jax.rollouts.chat import ChatFormat
 from rlds_jax.rollouts.config import RolloutConfig
@@ -30,16 +31,6 @@ from rlds_jax.rollouts.types import GroupResult, Trajectory
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.frozenlake import SUBTASKS, FrozenLake
 
-ROLLOUT = RolloutConfig(
-    group_size=1,
-    retry_budget=1,
-    retry_fraction=1.0,
-    max_prompt_tokens=256,
-    max_response_tokens=512,
-    max_turn_tokens=64,
-    max_judge_tokens=256,
-)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,7 +39,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=0, help="print the texts of so many boards")
     args = parser.parse_args()
-    task = FrozenLake(**TINY_TASK)
+    task = tiny_task()
     items = task.items("validation")[: args.items]
     groups = rollouts(args.model, task, items, args.seed)
     for group in groups[: args.show]:
@@ -58,10 +49,13 @@ def main() -> None:
 
 def rollouts(model: Path, task: FrozenLake, items: Sequence[Item], seed: int) -> list[GroupResult]:
     """One original per item, its grades, and the retry of every failure."""
-    config, params = weights.load(model)
-    engine = LocalEngine(params, config, num_slots=64, max_context=2048)
-    chat = ChatFormat.from_directory(model, ("user",))
-    context = RolloutContext(task, engine, chat, Prompts(), ROLLOUT, run_seed=seed)
+    config = get_config("tiny")
+    every_failure = {"group_size": 1, "retry_budget": 1, "retry_fraction": 1.0}
+    rollout = RolloutConfig(**{**config.rollout, **every_failure})
+    model_config, params = weights.load(model)
+    engine = LocalEngine(params, model_config, **config.engine)
+    chat = ChatFormat.from_directory(model, (task.observation_role,))
+    context = RolloutContext(task, engine, chat, Prompts(), rollout, run_seed=seed)
     try:
         return asyncio.run(run_groups(context, items, step=0))
     finally:

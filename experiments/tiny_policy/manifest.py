@@ -8,7 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from experiments.tiny_policy.demonstrations import TINY_TASK
+from experiments.tiny_policy.demonstrations import tiny_task
 from experiments.tiny_policy.tokenizer import CHAT_TEMPLATE
 from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.rollouts.types import Turn
@@ -18,17 +18,14 @@ from rlds_jax.tasks.frozenlake import FrozenLake
 MANIFEST = "manifest.json"
 REBUILD = "python -m experiments.tiny_policy.build --out=rlds_jax/models/tiny"
 _BOARD = ["A D C", "D D D", "C D B"]
-_PLAYS = (
-    ["Up", "jump", "Right", "Right"],  # edge, invalid, hole
-    ["Down", "Right", "Right", "Down"],  # goal
-    ["Up"] * TINY_TASK["max_turns"],
-)
 
 
 def formats(directory: Path) -> dict[str, str]:
     """Hashes of everything the policy in `directory` is used to seeing, by what they cover."""
-    task = FrozenLake(**TINY_TASK)
-    episodes = [_play(task, moves) for moves in _PLAYS]
+    task = tiny_task()
+    hole = ["Up", "jump", "Right", "Right"]  # past an edge and an invalid action
+    goal = ["Down", "Right", "Right", "Down"]
+    episodes = [_play(task, moves) for moves in (hole, goal, ["Up"] * task.max_turns)]
     prompts = Prompts()
     return {
         "prompts": _digest(
