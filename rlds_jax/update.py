@@ -7,6 +7,7 @@ serves every batch of a run and absent micro-batches cost nothing (METHOD sectio
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -253,6 +254,7 @@ def accumulate(
     return lax.fori_loop(0, batch.num_micro, body, zeros)
 
 
+@functools.cache
 def make_update(
     model: ModelConfig,
     optimizer_config: OptimizerConfig,
@@ -261,7 +263,7 @@ def make_update(
     mesh: Mesh | None = None,
     with_old_logprobs: bool = False,
 ) -> Callable[[TrainState, qwen3.Params | None, Batch], tuple[TrainState, Outcome]]:
-    """The jitted update. It donates the state it is given.
+    """The jitted update. It donates the state it is given. Equal arguments share one compilation.
 
     Its arguments are the state, the reference parameters (None unless
     `loss_config.needs_reference`) and a batch. An empty batch, or a loss or gradient that is not
@@ -314,6 +316,7 @@ def make_update(
     )
 
 
+@functools.cache
 def make_logprobs(
     model: ModelConfig, compute: ComputeConfig
 ) -> Callable[[qwen3.Params, Batch], jax.Array]:

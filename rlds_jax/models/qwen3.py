@@ -145,7 +145,7 @@ def rms_norm(x, scale, eps: float):
 
 
 def rotary_angles(positions, head_dim: int, theta: float):
-    """cos and sin [..., head_dim / 2] float32 of positions [...]; theta is the frequencies' base."""
+    """cos and sin [..., head_dim / 2] float32 of positions [...]; theta is the base."""
     half = head_dim // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[..., None].astype(jnp.float32) * frequencies
