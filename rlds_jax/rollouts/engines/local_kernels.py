@@ -85,6 +85,7 @@ class DecodeRows(NamedTuple):
     stop_ids: Any
 
 
+@functools.cache
 def compiler_options() -> dict[str, str]:
     """Options of every jit here.
 
@@ -94,7 +95,12 @@ def compiler_options() -> dict[str, str]:
     """
     if jax.default_backend() != "cpu":
         return {}
-    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=options)(0)
+    except jax.errors.JaxRuntimeError:  # a jaxlib without it; `invariant_rows` finds its own counts
+        return {}
+    return options
 
 
 def prepare(params: qwen3.Params, config: ModelConfig, dtype, max_context: int) -> Weights:

@@ -1,0 +1,132 @@
+"""Writes README's tables from experiments/results/*.json.
+
+    python -m experiments.report
+
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a test checks that README
+holds what this renders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.record import RESULTS
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def engine(result: dict[str, Any]) -> list[str]:
+    """Rollout throughput of the local engine and of transformers."""
+    what = {
+        "requests": "256 requests",
+        "few": "32 requests",
+        "episodes": "16 episodes of 5 turns",
+    }
+    rows = [
+        [
+            what[name],
+            f"{r['tokens_per_s']:,.0f}",
+            f"{r['transformers_tokens_per_s']:,.0f}",
+            f"{r['ratio']:.1f}x",
+            f"{r['floor_share']:.0%}",
+        ]
+        for name, r in result["results"].items()
+    ]
+    columns = [
+        "12.6 M model",
+        "engine, tokens/s",
+        "transformers, tokens/s",
+        "ratio",
+        "of the floor",
+    ]
+    return _table(columns, rows)
+
+
+def step(result: dict[str, Any]) -> list[str]:
+    """What one demo step costs, and RLDS beside RLVR."""
+    columns = ["one RLDS step of the demo", "requests", "sampled tokens", "trained tokens", "s"]
+    keys = ("requests", "sampled_tokens", "trained_tokens", "seconds")
+    rows = [
+        [str(r["phase"]), *(_number(r.get(key), 2 if key == "seconds" else 0) for key in keys)]
+        for r in result["phases"]["rlds"]
+    ]
+    c = result["comparison"]
+    return [
+        *_table(columns, rows),
+        "",
+        f"Phases overlap, so their seconds need not sum to the step's. Prefill costs "
+        f"{c['prefill_us_per_token']:.0f} us per token, decoding {c['decode_us_per_token']:.0f}. "
+        f"Per row, an RLDS step takes {c['step_time_ratio']:.2f}x the time of an RLVR step, its "
+        f"rollouts {c['rollout_time_ratio']:.2f}x, for {c['work_ratio']:.2f}x the token work; "
+        f"{c['idle_slots_rlds']:.0%} of the engine's decode slots were idle.",
+    ]
+
+
+def sdae(result: dict[str, Any]) -> list[str]:
+    """The kernel beside one read and one write of the token arrays."""
+    columns = ["SDAE: rows x tokens", "subtasks", "kernel, ms", "floor, ms", "ratio"]
+    rows = [
+        [
+            f"{r['rows']} x {r['tokens']}",
+            str(r["subtasks"]),
+            f"{r['kernel_ms']:.2f}",
+            f"{r['floor_ms']:.2f}",
+            f"{r['ratio']:.0f}x",
+        ]
+        for r in result["results"]
+    ]
+    return _table(columns, rows)
+
+
+def tiny_policy(result: dict[str, Any]) -> list[str]:
+    """The measured quality of the bundled policy's roles."""
+    what = {
+        "success": "actor: success on validation boards",
+        "success_where_other_failed": "actor: success where another attempt failed",
+        "retry_success": "retry of a failure, with guidance: success",
+        "grader_parsed": "grader: valid JSON, without a schema",
+        "reflector_valid": "reflector: valid reports",
+    }
+    rows = [[text, f"{result[key]:.0%}"] for key, text in what.items()]
+    return _table(["the bundled policy, before RLDS", "share"], rows)
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "engine": engine,
+    "step": step,
+    "sdae": sdae,
+    "tiny_policy": tiny_policy,
+}
+
+
+def render(text: str) -> str:
+    """`text` with every section that has a marker written anew.
+
+    Raises:
+      ValueError: a section has no marker.
+    """
+    for name, section in SECTIONS.items():
+        record = json.loads((RESULTS / f"{name}.json").read_text())
+        body = "\n".join([*section(record["result"]), "", f"`{record['command']}`"])
+        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
+        if not re.search(pattern, text, re.DOTALL):
+            raise ValueError(f"README has no section {name}; add its begin and end markers")
+        text = re.sub(pattern, lambda m, b=body: f"{m[1]}{b}\n{m[2]}", text, flags=re.DOTALL)
+    return text
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows)]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+if __name__ == "__main__":
+    README.write_text(render(README.read_text()))
