@@ -86,10 +86,15 @@ def get_common(chosen: set[str]) -> ConfigDict:
     # Rows of one micro-batch; a row holds the longest sequence of the engine.
     config.batch = ConfigDict()
     config.batch.rows = 8
-    config.batch.row_length = 16384
+    config.batch.row_length = 8192
     config.batch.max_micro = 64
 
+    # The embedded engine; see rlds_jax/rollouts/engines/local.py.
     config.engine = ConfigDict()
-    config.engine.num_slots = 64
-    config.engine.max_context = 16384
+    config.engine.num_slots = 256
+    config.engine.max_context = 8192
+    config.engine.cache_tokens = 131072
+    config.engine.max_cache_bytes = 24 * 2**30
+    config.engine.tokens_per_dispatch = 8
+    config.engine.compute_dtype = "bfloat16"
     return config

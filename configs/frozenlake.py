@@ -36,7 +36,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 def _tiny(config: ConfigDict) -> None:
     config.steps = 20
-    config.prompts_per_step = 8
+    config.prompts_per_step = 16
     config.task.options.update(size=(4, 4), min_path=2, max_path=5, max_turns=6)
     config.advantage.num_turns = 8
     config.model.path = str(resources.files("rlds_jax") / "models" / "tiny")
@@ -48,8 +48,17 @@ def _tiny(config: ConfigDict) -> None:
         max_response_tokens=512,
         max_turn_tokens=64,
         max_judge_tokens=256,
+        max_guidance_tokens=128,
     )
     config.optimizer.learning_rate = 1e-4
     config.compute.update(dtype="float32", remat="none")
-    config.batch.update(rows=4, row_length=2048, max_micro=32)
-    config.engine.update(num_slots=64, max_context=2048)
+    config.batch.update(rows=2, row_length=1280, max_micro=64)
+    # Few slots, so that they stay busy; few tokens per dispatch, since turns are short.
+    config.engine.update(
+        num_slots=12,
+        max_context=1280,
+        cache_tokens=65536,
+        max_cache_bytes=2**28,
+        tokens_per_dispatch=3,
+        compute_dtype="float32",
+    )
