@@ -2,14 +2,16 @@
 
     python -m experiments.tiny_policy.evaluate --model=rlds_jax/models/tiny
 
-Every validation board is played once; every failure is reflected on and retried. Grades and
-pivots are compared with the scripted grader's, which follow from the true log.
+Every validation board is played twice; every failure is reflected on and retried, and the board's
+other attempt tells what a retry without guidance would do. Grades and pivots are compared with the
+scripted grader's, which follow from the true log.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,9 +50,9 @@ def main() -> None:
 
 
 def rollouts(model: Path, task: FrozenLake, items: Sequence[Item], seed: int) -> list[GroupResult]:
-    """One original per item, its grades, and the retry of every failure."""
+    """Two originals per item, their grades, and the retry of every failure."""
     config = get_config("tiny")
-    every_failure = {"group_size": 1, "retry_budget": 1, "retry_fraction": 1.0}
+    every_failure = {"group_size": 2, "retry_budget": 2, "retry_fraction": 1.0}
     rollout = RolloutConfig(**{**config.rollout, **every_failure})
     model_config, params = weights.load(model)
     engine = LocalEngine(params, model_config, **config.engine)
@@ -72,6 +74,11 @@ def quality(
     judged = [j for g in groups for j in g.judgements]
     measured = {
         "success": _mean(t.success for t in originals),
+        "success_where_other_failed": _mean(
+            t.success
+            for t, other in itertools.permutations(originals, 2)
+            if t.group == other.group and not other.success
+        ),
         "retry_success": _mean(t.success for t in retries),
         "retry_success_from_0": _mean(t.success for t in retries if t.retry_from == 0),
         "retry_success_from_later": _mean(t.success for t in retries if t.retry_from),

@@ -30,9 +30,11 @@ def formats(directory: Path) -> dict[str, str]:
     return {
         "prompts": _digest(
             task.system_prompt(),
+            task.system_prompt("guidance"),
             dataclasses.asdict(prompts),
             [prompts.grader_messages(task.subtasks, episode) for episode in episodes],
-            prompts.reflector_messages(task.subtasks, episodes[0], grades=[1, 2, 3, 4, 5]),
+            prompts.reflector_messages(task.subtasks, episodes[0]),
+            prompts.reflector_messages(task.subtasks, episodes[0], grades=[1] * 5, pivots=[2] * 5),
         ),
         "observations": _digest([dataclasses.asdict(episode) for episode in episodes]),
         "template": _digest(CHAT_TEMPLATE),
