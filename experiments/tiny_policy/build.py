@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")
     parser.add_argument("--work", type=Path, default=Path("runs/tiny_policy"))
-    parser.add_argument("--items", type=int, default=12_000, help="train items demonstrated on")
+    parser.add_argument("--items", type=int, default=9_000, help="train items demonstrated on")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
