@@ -182,13 +182,13 @@ def qkv(layer: Params, config: ModelConfig, x, positions):
     return finish_qkv(layer, config, q, k, v, angles)
 
 
-def finish_qkv(layer: Params, config: ModelConfig, q, k, v, angles):
+def finish_qkv(layer: Params, config: ModelConfig, q, k, v, angles, norm=rms_norm):
     """Bias, head norm and rotary embedding (angles: cos, sin) of the three projections."""
     if config.attention_bias:
         q, k, v = q + layer["q_bias"], k + layer["k_bias"], v + layer["v_bias"]
     if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
-        k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
+        q = norm(q, layer["q_norm"], config.rms_norm_eps)
+        k = norm(k, layer["k_norm"], config.rms_norm_eps)
     return rotate(q, *angles), rotate(k, *angles), v
 
 

@@ -22,7 +22,7 @@ from rlds_jax.rollouts.engines.constrained import Matcher
 from rlds_jax.rollouts.engines.meter import Meter
 from rlds_jax.rollouts.engines.prefix_cache import Lease, PrefixCache
 
-CHUNK = 32  # tokens of one prefill chunk
+CHUNK = 16  # tokens of one prefill chunk
 COPIES = 8  # page copies of one dispatch
 MAX_STOP_IDS = 8
 
@@ -90,7 +90,7 @@ class Batcher:
         self._config, self._dtype = config, dtype
         self._num_slots, self._table_width, self._steps = num_slots, table_width, steps
         self._prefixes = PrefixCache(num_pages, page_size)
-        self._kernels = kernels.build(config, steps, page_size)
+        self._kernels = kernels.build(config, steps)
         rows = kernels.invariant_rows(config, dtype)
         self._decode_rows = rows
         self._chunk_counts = tuple(n // CHUNK for n in rows if n % CHUNK == 0)

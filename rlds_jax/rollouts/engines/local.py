@@ -54,7 +54,7 @@ class LocalEngine:
       config: its architecture.
       num_slots: most requests running at once; more wait their turn, first come first served.
       max_context: longest prompt plus completion, in tokens.
-      page_size: positions of one page of the cache, a power of two.
+      page_size: positions of one page of the cache, a power of two of at least 32.
       cache_tokens: positions the cache holds; num_slots * max_context when None. With fewer,
         requests also wait for pages.
       max_cache_bytes: refuse a cache larger than this.
@@ -86,13 +86,12 @@ class LocalEngine:
         for name, value in (
             ("max_context", max_context - 1),
             ("num_slots", num_slots),
-            ("page_size", page_size),
             ("tokens_per_dispatch", tokens_per_dispatch),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least {2 if name == 'max_context' else 1}")
-        if page_size & (page_size - 1):
-            raise ValueError(f"page_size must be a power of two, got {page_size}")
+        if page_size < 32 or page_size & (page_size - 1):
+            raise ValueError(f"page_size must be a power of two of at least 32, got {page_size}")
         table_width = -(-max_context // page_size)
         self._config = config
         self._max_context = max_context

@@ -9,10 +9,11 @@ values [P, KV, S, hd]. Page 0 is scratch: padding writes there and nobody reads 
 positions through its page table [W]; position p lies in page table[p // S] at offset p % S.
 
 Batch invariance (DESIGN "Engines"): a token's numbers must not depend on what shares its dispatch,
-nor on whether decode or prefill computed them. Every reduction is over an axis of fixed length
-(hd, S, D, V), attention accumulates page by page in order, and pages past a row's position change
-nothing, bit for bit. What remains is the matrix products with the weights, whose rounding may
-depend on the number of rows; `invariant_rows` measures for which numbers it does not.
+nor on whether decode or prefill computed them. Each page's share of the attention is computed by
+itself, and shares are merged in page order by exact operations. What remains is the order in which
+XLA's CPU matrix library accumulates; measured, it depends on the number of rows when a weight is
+[in, out] but not when it is [out, in], nor for small batched products. So the engine's weights are
+[out, in], sums over features are products with ones, and `invariant_rows` checks.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ from jax import lax
 from rlds_jax.models import qwen3
 from rlds_jax.models.config import ModelConfig
 
-Contract = Callable[[jax.Array, jax.Array], jax.Array]
-
 SCRATCH_PAGE = 0
-ROW_CANDIDATES = (16, 24, 32, 48, 64, 128, 256)
-DECODE_TILE = 16  # rows that walk their pages together
+ROW_CANDIDATES = (8, 16, 32, 48, 64, 128, 256)
 PREFILL_TILE = 2  # chunks that walk their pages together
+DECODE_PAGES = 64  # most pages, of any rows, that decode visits at once
+BATCHED_ROWS = 48  # of one small batched product; beyond, the order of accumulation may change
 CDF_BLOCK = 128
 NEGATIVE = -1e30  # finite, so that a fully masked page gives exp(0) * 0 and not NaN
 
@@ -43,12 +43,16 @@ NEGATIVE = -1e30  # finite, so that a fully masked page gives exp(0) * 0 and not
 class Weights(NamedTuple):
     """The engine's own copy: one tree per layer, sliced once per update and not per dispatch.
 
-    cos and sin [max_context, hd / 2] are the rotary embedding's, computed once for all positions.
+    Attributes:
+      embed, unembed: [V, D]; final_norm: [D].
+      layers: qkv [(H + 2 KV) hd, D], o [D, H hd], gate_up [2 F, D], down [D, F], and the norms and
+        biases as in models/qwen3.py.
+      cos, sin: [max_context, hd / 2] of the rotary embedding, computed once for all positions.
     """
 
     embed: jax.Array
-    final_norm: jax.Array
     unembed: jax.Array
+    final_norm: jax.Array
     layers: tuple[qwen3.Params, ...]
     cos: jax.Array
     sin: jax.Array
@@ -85,37 +89,33 @@ class DecodeRows(NamedTuple):
     stop_ids: Any
 
 
-@functools.cache
-def compiler_options() -> dict[str, str]:
-    """Options of every jit here.
-
-    XLA's CPU backend has two matrix libraries. The default one splits the contraction differently
-    below some 50 rows, and so rounds differently; the other does not, from 16 to 24 rows on. The
-    default one stays in use for reductions, where it accumulates strictly in order.
-    """
-    if jax.default_backend() != "cpu":
-        return {}
-    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=options)(0)
-    except jax.errors.JaxRuntimeError:  # a jaxlib without it; `invariant_rows` finds its own counts
-        return {}
-    return options
-
-
 def prepare(params: qwen3.Params, config: ModelConfig, dtype, max_context: int) -> Weights:
-    """Copies parameters into the engine's layout; shares no buffer with `params`.
-
-    The three attention projections become one matrix product.
-    """
+    """Copies parameters into the engine's layout; shares no buffer with `params`."""
     copy = functools.partial(jnp.array, dtype=dtype, copy=True)
-    stacked = dict(params["layers"])
-    stacked["qkv"] = jnp.concatenate([stacked.pop(name) for name in ("q", "k", "v")], axis=2)
-    layers = tuple({k: copy(p[i]) for k, p in stacked.items()} for i in range(config.num_layers))
+    width = config.hidden_size
     embed = copy(params["embed"])
-    unembed = copy(params["lm_head"]) if "lm_head" in params else embed
-    angles = qwen3.rotary_angles(jnp.arange(max_context), config.head_dim, config.rope_theta)
-    weights = Weights(embed, copy(params["final_norm"]), unembed, layers, *angles)
+
+    def layer(index: int) -> qwen3.Params:
+        own = {name: p[index] for name, p in params["layers"].items()}
+        q, k, v, o, gate, up, down = (
+            own.pop(name) for name in ("q", "k", "v", "o", "gate", "up", "down")
+        )
+        qkv = jnp.concatenate([p.reshape(width, -1) for p in (q, k, v)], axis=1)
+        products = {
+            "qkv": qkv.T,
+            "o": o.reshape(-1, width).T,
+            "gate_up": jnp.concatenate([gate, up], axis=1).T,
+            "down": down.T,
+        }
+        return jax.tree.map(copy, {**own, **products})
+
+    weights = Weights(
+        embed,
+        copy(params["lm_head"]) if "lm_head" in params else embed,
+        copy(params["final_norm"]),
+        tuple(layer(index) for index in range(config.num_layers)),
+        *qwen3.rotary_angles(jnp.arange(max_context), config.head_dim, config.rope_theta),
+    )
     return jax.block_until_ready(weights)
 
 
@@ -134,90 +134,53 @@ def empty_cache(config: ModelConfig, num_pages: int, page_size: int, dtype) -> C
     )
 
 
-def paged_attention(q, positions, keys, values, tables, *, tile: int, contract: Contract):
-    """Causal attention of chunks over their pages.
+class Share(NamedTuple):
+    """Attention over some pages: out [..., hd] and total [...], both in units of 2 ** top [...]."""
 
-    Tiles of `tile` chunks walk their pages together, as many as the longest of them needs; rows
-    sorted by length waste little.
+    top: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def _nothing(shape) -> Share:
+    """The share of no page, for queries of shape [..., hd]."""
+    return Share(jnp.full(shape[:-1], NEGATIVE), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+
+
+def _attend_pages(q, keys, values, pages, last, visible) -> Share:
+    """The share of one page for each of N groups of queries.
 
     Args:
-      q: [N, C, H, hd].
-      positions: [N, C] int32, ascending along C.
-      keys, values: one layer of the cache, the chunks' own tokens included.
-      tables: [N, W] int32.
-      contract: `_einsum` or `_multiply_reduce`.
-
-    Returns:
-      [N, C, H, hd] in q's dtype.
+      q: [N, KV, M, hd], scaled so that weights are powers of two.
+      keys, values: one layer of the cache.
+      pages: [N] page of each group.
+      last: [N] last offset in the page that holds anything. What lies behind is replaced by zero:
+        a stale NaN would survive a weight of zero.
+      visible: [N, M, S] bool.
     """
-    n, c, h, hd = q.shape
-    kv = keys.shape[1]
-    grouped = q.reshape(n, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4).reshape(n, kv, -1, hd)
-    grouped = grouped.astype(jnp.float32) * np.float32(hd**-0.5 / np.log(2))
-    row_positions = jnp.tile(positions, (1, h // kv))
-    tiles = [slice(i, i + tile) for i in range(0, n, tile)]
-    attended = jnp.concatenate(
-        [
-            _attend_tile(grouped[t], row_positions[t], keys, values, tables[t], contract)
-            for t in tiles
-        ]
-    )
-    attended = attended.reshape(n, kv, h // kv, c, hd).transpose(0, 3, 1, 2, 4)
-    return attended.reshape(n, c, h, hd).astype(q.dtype)
+    k = keys[pages].astype(jnp.float32)
+    written = (jnp.arange(values.shape[2]) <= last[:, None])[:, None, :, None]
+    v = jnp.where(written, values[pages].astype(jnp.float32), 0.0)
+    visible = visible[:, None]
+    scores = jnp.where(visible, _batched_product(q, k), NEGATIVE)
+    top = jnp.ceil(scores.max(-1))
+    weights = jnp.exp((scores - top[..., None]) * np.float32(np.log(2)))
+    weights = jnp.where(visible, weights, 0.0)
+    return Share(top, _pairwise_sum(weights), _batched_product(weights, v))
 
 
-def _einsum(a, b):
-    """[N, KV, M, K] x [N, KV, K, n] -> [N, KV, M, n]."""
-    return jnp.einsum("bhmk,bhkn->bhmn", a, b)
+def _batched_product(a, b):
+    """[N, KV, M, K] times [N, KV, K, n]."""
+    parts = [a[:, :, i : i + BATCHED_ROWS] for i in range(0, a.shape[2], BATCHED_ROWS)]
+    return jnp.concatenate([jnp.einsum("hkmi,hkio->hkmo", part, b) for part in parts], axis=2)
 
 
-def _multiply_reduce(a, b):
-    """The same product; several times faster on CPU when M is small."""
-    return (a[..., None] * b[:, :, None]).sum(-2)
-
-
-def _attend_tile(q, positions, keys, values, tables, contract):
-    """q [N, KV, M, hd] and positions [N, M] against the pages of tables [N, W]; streaming softmax.
-
-    Scores are in powers of two and the running maximum is an integer, so that rescaling what was
-    summed so far is exact: compilers fuse a multiplication into an addition, or not, as they like.
-    Values past a row's last position are replaced by zero: a stale NaN there would survive a
-    weight of zero.
-    """
-    page_size = keys.shape[-1]
-    last = positions.max(axis=-1)
-
-    def visit(page, carry):
-        top, total, out = carry
-        pages = tables[:, page]
-        offsets = page * page_size + jnp.arange(page_size)
-        k = keys[pages].astype(jnp.float32)
-        written = (offsets <= last[:, None])[:, None, :, None]
-        v = jnp.where(written, values[pages].astype(jnp.float32), 0.0)
-        visible = (offsets <= positions[:, :, None])[:, None]
-        scores = jnp.where(visible, contract(q, k), NEGATIVE)
-        new_top = jnp.maximum(top, jnp.ceil(scores.max(-1)))
-        weights = jnp.exp((scores - new_top[..., None]) * np.float32(np.log(2)))
-        weights = jnp.where(visible, weights, 0.0)
-        shrink = _power_of_two(top - new_top)
-        total = total * shrink + _pairwise_sum(weights)
-        out = out * shrink[..., None] + contract(weights, v)
-        return new_top, total, out
-
-    start = (
-        jnp.full(q.shape[:-1], NEGATIVE),
-        jnp.zeros(q.shape[:-1]),
-        jnp.zeros(q.shape),
-    )
-    _, total, out = lax.fori_loop(0, last.max() // page_size + 1, visit, start)
-    return out / total[..., None]
-
-
-def qkv(layer: qwen3.Params, config: ModelConfig, x, angles):
-    """`qwen3.qkv` by one product with layer["qkv"] [D, H + 2 KV, hd]."""
-    heads, kv = config.num_heads, config.num_kv_heads
-    q, k, v = jnp.split(jnp.einsum("nd,dhk->nhk", x, layer["qkv"]), [heads, heads + kv], axis=1)
-    return qwen3.finish_qkv(layer, config, q, k, v, angles)
+def _merge(a: Share, b: Share) -> Share:
+    """Adds two shares. Scaling by powers of two is exact, so only the order of merging counts."""
+    top = jnp.maximum(a.top, b.top)
+    left, right = _power_of_two(a.top - top), _power_of_two(b.top - top)
+    out = a.out * left[..., None] + b.out * right[..., None]
+    return Share(top, a.total * left + b.total * right, out)
 
 
 def _power_of_two(exponent):
@@ -234,8 +197,161 @@ def _pairwise_sum(x):
     return x[..., 0]
 
 
-def _store(cache: Cache, index: int, pages, offsets, k, v):
-    """Writes k, v [N, KV, hd] of one layer at (page, offset)."""
+def _scaled(q):
+    """Queries whose products with keys are exponents of two."""
+    return q.astype(jnp.float32) * np.float32(q.shape[-1] ** -0.5 / np.log(2))
+
+
+def chunk_attention(q, positions, keys, values, tables):
+    """Causal attention of chunks of consecutive tokens over their pages.
+
+    Args:
+      q: [N, C, H, hd].
+      positions: [N, C] int32, ascending along C.
+      keys, values: one layer of the cache, the chunks' own tokens included.
+      tables: [N, W] int32.
+
+    Returns:
+      [N, C, H, hd] in q's dtype.
+    """
+    n, c, h, hd = q.shape
+    kv, page_size = keys.shape[1], keys.shape[3]
+    grouped = _scaled(q).reshape(n, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(n, kv, -1, hd)
+    last = positions.max(-1)
+    offsets = jnp.arange(page_size)
+
+    def tile(part: slice):
+        def visit(page, share):
+            start = page * page_size
+            visible = start + offsets <= jnp.tile(positions[part], (1, h // kv))[:, :, None]
+            pages = tables[part, page]
+            here = _attend_pages(grouped[part], keys, values, pages, last[part] - start, visible)
+            return _merge(share, here)
+
+        pages = last[part].max() // page_size + 1
+        share = lax.fori_loop(0, pages, visit, _nothing(grouped[part].shape))
+        return share.out / share.total[..., None]
+
+    size = min(PREFILL_TILE, n)
+    attended = jnp.concatenate([tile(slice(i, i + size)) for i in range(0, n, size)])
+    attended = attended.reshape(n, kv, h // kv, c, hd).transpose(0, 3, 1, 2, 4)
+    return attended.reshape(n, c, h, hd).astype(q.dtype)
+
+
+class Visits(NamedTuple):
+    """The pages of all rows in one list, so that short rows cost no more than their own.
+
+    Attributes:
+      rows, pages: [n] the row and the page of each visit; padded with the scratch page.
+      last: [n] last visible offset in the page, negative where padded.
+      total: visits that are real.
+      starts, lengths: [R] each row's first visit and number of visits.
+    """
+
+    rows: jax.Array
+    pages: jax.Array
+    last: jax.Array
+    total: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+
+
+def _list_visits(positions, tables, page_size: int) -> Visits:
+    """Visits of rows at positions [R] with tables [R, W]."""
+    num_rows, width = tables.shape
+    lengths = positions // page_size + 1
+    ends = jnp.cumsum(lengths)
+    starts = ends - lengths
+    size = _visits_at_once(num_rows)
+    index = jnp.arange(-(-num_rows * width // size) * size)
+    rows = jnp.minimum((ends <= index[:, None]).sum(-1), num_rows - 1)
+    order = jnp.clip(index - starts[rows], 0, width - 1)
+    real = index < ends[-1]
+    return Visits(
+        rows,
+        jnp.where(real, tables[rows, order], SCRATCH_PAGE),
+        jnp.where(real, positions[rows] - order * page_size, -1),
+        ends[-1],
+        starts,
+        lengths,
+    )
+
+
+def _visits_at_once(num_rows: int) -> int:
+    return min(DECODE_PAGES, num_rows)
+
+
+def row_attention(q, keys, values, visits: Visits):
+    """Attention of single tokens [R, H, hd] over their pages; what `chunk_attention` gives."""
+    num_rows, h, hd = q.shape
+    kv, page_size = keys.shape[1], keys.shape[3]
+    grouped = _scaled(q).reshape(num_rows, kv, h // kv, hd)
+    size = _visits_at_once(num_rows)
+
+    def visit(i, shares):
+        rows, pages, last = (
+            lax.dynamic_slice_in_dim(x, i * size, size)
+            for x in (visits.rows, visits.pages, visits.last)
+        )
+        visible = jnp.broadcast_to(
+            (jnp.arange(page_size) <= last[:, None])[:, None], (size, h // kv, page_size)
+        )
+        here = _attend_pages(grouped[rows], keys, values, pages, last, visible)
+        return jax.tree.map(
+            lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, i * size, 0), shares, here
+        )
+
+    def merge(order, share):
+        index = jnp.minimum(visits.starts + order, len(visits.rows) - 1)
+        valid = order < visits.lengths
+        here = jax.tree.map(lambda x: x[index], shares)
+        here = jax.tree.map(
+            lambda x, none: jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, none),
+            here,
+            _nothing(grouped.shape),
+        )
+        return _merge(share, here)
+
+    shares = _nothing((len(visits.rows), *grouped.shape[1:]))
+    shares = lax.fori_loop(0, (visits.total + size - 1) // size, visit, shares)
+    share = lax.fori_loop(0, visits.lengths.max(), merge, _nothing(grouped.shape))
+    return (share.out / share.total[..., None]).reshape(q.shape).astype(q.dtype)
+
+
+def linear(x, weight):
+    """x [n, in] times weight [out, in]."""
+    return jnp.einsum("nd,fd->nf", x, weight)
+
+
+def _row_sums(x):
+    """[...] sums over the last axis of x [..., n]."""
+    ones = jnp.ones((8, x.shape[-1]), x.dtype)
+    return linear(x.reshape(-1, x.shape[-1]), ones)[:, 0].reshape(x.shape[:-1])
+
+
+def rms_norm(x, scale, eps: float):
+    """`qwen3.rms_norm`, accumulated in one order whatever the number of rows."""
+    x32 = x.astype(jnp.float32)
+    mean = _row_sums(x32 * x32)[..., None] / x.shape[-1]
+    return (x32 * lax.rsqrt(mean + eps) * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def qkv(layer: qwen3.Params, config: ModelConfig, x, angles):
+    """Rotated queries [n, H, hd] and keys [n, KV, hd], and values, of normalised x [n, D]."""
+    heads, kv = config.num_heads, config.num_kv_heads
+    projected = linear(x, layer["qkv"]).reshape(len(x), heads + 2 * kv, config.head_dim)
+    q, k, v = jnp.split(projected, [heads, heads + kv], axis=1)
+    return qwen3.finish_qkv(layer, config, q, k, v, angles, norm=rms_norm)
+
+
+def mlp(layer: qwen3.Params, x):
+    gate, up = jnp.split(linear(x, layer["gate_up"]), 2, axis=1)
+    return linear(jax.nn.silu(gate) * up, layer["down"])
+
+
+def _store(cache: Cache, index: int, pages, offsets, k, v) -> Cache:
+    """Writes k, v [n, KV, hd] of one layer at (page, offset)."""
     keys = cache.keys[index].at[pages, :, :, offsets].set(k.astype(cache.keys[index].dtype))
     values = cache.values[index].at[pages, :, offsets].set(v.astype(cache.values[index].dtype))
     return Cache(
@@ -244,43 +360,21 @@ def _store(cache: Cache, index: int, pages, offsets, k, v):
     )
 
 
-def _forward(
-    weights, config, cache, tokens, positions, tables, active, *, tile, contract, keys_only
-):
-    """Runs tokens [N, C] through the layers, storing their keys and values.
+def _run_layer(weights: Weights, config, index: int, cache: Cache, x, positions, pages, attend):
+    """One layer over tokens x [n, D], whose keys and values go to `pages` [n].
 
     Args:
-      active: [N, C] bool; the others write to the scratch page.
-      keys_only: stop once the last layer's keys and values are stored.
-
-    Returns:
-      hidden [N * C, D] after the last layer (None when keys_only) and the cache.
+      attend: (q, keys, values) -> attended, or None to stop once keys and values are stored.
     """
-    n, c = tokens.shape
-    page_size = cache.keys[0].shape[-1]
-    page = jnp.take_along_axis(tables, positions // page_size, axis=1, mode="clip")
-    page = jnp.where(active, page, SCRATCH_PAGE).reshape(-1)
-    flat = positions.reshape(-1)
-    angles = (weights.cos[flat], weights.sin[flat])
-    x = qwen3.embed_tokens({"embed": weights.embed}, tokens.reshape(-1), weights.embed.dtype)
-    for index, layer in enumerate(weights.layers):
-        normed = qwen3.rms_norm(x, layer["input_norm"], config.rms_norm_eps)
-        q, k, v = qkv(layer, config, normed, angles)
-        cache = _store(cache, index, page, flat % page_size, k, v)
-        if keys_only and index == config.num_layers - 1:
-            return None, cache
-        attended = paged_attention(
-            q.reshape(n, c, *q.shape[1:]),
-            positions,
-            cache.keys[index],
-            cache.values[index],
-            tables,
-            tile=tile,
-            contract=contract,
-        )
-        x = x + qwen3.attention_output(layer, attended.reshape(q.shape))
-        x = x + qwen3.mlp(layer, qwen3.rms_norm(x, layer["post_norm"], config.rms_norm_eps))
-    return x, cache
+    layer, page_size = weights.layers[index], cache.keys[index].shape[-1]
+    normed = rms_norm(x, layer["input_norm"], config.rms_norm_eps)
+    q, k, v = qkv(layer, config, normed, (weights.cos[positions], weights.sin[positions]))
+    cache = _store(cache, index, pages, positions % page_size, k, v)
+    if attend is None:
+        return x, cache
+    attended = attend(q, cache.keys[index], cache.values[index])
+    x = x + linear(attended.reshape(len(x), -1), layer["o"])
+    return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_norm_eps)), cache
 
 
 def prefill(weights: Weights, cache: Cache, tokens, starts, lengths, tables, *, config) -> Cache:
@@ -290,22 +384,30 @@ def prefill(weights: Weights, cache: Cache, tokens, starts, lengths, tables, *, 
       tokens: [N, C] int32; starts: [N] position of the first; lengths: [N] in 0..C.
       tables: [N, W] int32.
     """
+    page_size = cache.keys[0].shape[-1]
     offsets = jnp.arange(tokens.shape[1])
     active = offsets < lengths[:, None]
     positions = starts[:, None] + jnp.where(active, offsets, 0)
-    tile = min(PREFILL_TILE, tokens.shape[0])
-    _, cache = _forward(
-        weights,
-        config,
-        cache,
-        tokens,
-        positions,
-        tables,
-        active,
-        tile=tile,
-        contract=_einsum,
-        keys_only=True,
-    )
+    pages = jnp.take_along_axis(tables, positions // page_size, axis=1, mode="clip")
+    pages = jnp.where(active, pages, SCRATCH_PAGE).reshape(-1)
+    x = weights.embed[tokens.reshape(-1)]
+
+    def attend(q, keys, values):
+        q = q.reshape(*tokens.shape, *q.shape[1:])
+        return chunk_attention(q, positions, keys, values, tables)
+
+    for index in range(config.num_layers):
+        last = index == config.num_layers - 1
+        x, cache = _run_layer(
+            weights,
+            config,
+            index,
+            cache,
+            x,
+            positions.reshape(-1),
+            pages,
+            None if last else attend,
+        )
     return cache
 
 
@@ -327,17 +429,21 @@ def sample(logits, seeds, counts, temperatures):
       ids [R] int32 and logprobs [R] float32 at the sampling temperature.
     """
     greedy = temperatures <= 0
-    scaled = logits / jnp.where(greedy, 1.0, temperatures)[:, None]
-    top = scaled.max(-1, keepdims=True)
-    mass = jnp.exp(scaled - top)
-    padded = jnp.pad(mass, ((0, 0), (0, -mass.shape[1] % CDF_BLOCK)))
-    blocks = padded.reshape(len(mass), -1, CDF_BLOCK)
-    cdf = jnp.cumsum(blocks.sum(-1), axis=-1)
+    inverse = 1 / jnp.where(greedy, 1.0, temperatures)
+    top = logits.max(-1)
+    mass = jnp.exp((logits - top[:, None]) * inverse[:, None])
+    mass = jnp.pad(mass, ((0, 0), (0, -mass.shape[1] % CDF_BLOCK)))
+    blocks = mass.reshape(len(mass), -1, CDF_BLOCK)
+    cdf = jnp.cumsum(_row_sums(blocks), axis=-1)
     total = cdf[:, -1]
     ids = _inverse_cdf(blocks, cdf, _uniform(seeds, counts) * total)
-    ids = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), ids)
-    chosen = jnp.take_along_axis(scaled - top, ids[:, None], axis=1)[:, 0]
-    return ids, chosen - jnp.log(total)
+    ids = lax.cond(  # argmax costs more than all the rest
+        greedy.any(),
+        lambda: jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), ids),
+        lambda: ids,
+    )
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
+    return ids, (chosen - top) * inverse - jnp.log(total)
 
 
 def _uniform(seeds, counts):
@@ -359,7 +465,7 @@ def _inverse_cdf(blocks, cdf, target):
     return (block[:, 0] * CDF_BLOCK + jnp.minimum(within, last)).astype(jnp.int32)
 
 
-def decode(weights, cache, rows: DecodeRows, steps, allowed, *, config, max_steps, contract):
+def decode(weights, cache, rows: DecodeRows, steps, allowed, *, config, max_steps):
     """Samples up to `steps` tokens per row in one dispatch; rows end at a stop id or their limit.
 
     Args:
@@ -371,24 +477,11 @@ def decode(weights, cache, rows: DecodeRows, steps, allowed, *, config, max_step
       number of steps run.
     """
     num_rows = rows.tokens.shape[0]
-    tile = min(DECODE_TILE, num_rows)
 
     def step(carry):
         t, tokens, positions, counts, active, ids, logprobs, cache = carry
-        x, cache = _forward(
-            weights,
-            config,
-            cache,
-            tokens[:, None],
-            positions[:, None],
-            rows.tables,
-            active[:, None],
-            tile=tile,
-            contract=contract,
-            keys_only=False,
-        )
-        x = qwen3.rms_norm(x, weights.final_norm, config.rms_norm_eps)
-        logits = _logits(x, weights.unembed)
+        x, cache = _decode_forward(weights, config, cache, tokens, positions, rows.tables, active)
+        logits = linear(x, weights.unembed).astype(jnp.float32)
         if allowed is not None:
             logits = jnp.where(_unpack(allowed, logits.shape[1]), logits, -jnp.inf)
         sampled, logprob = sample(logits, rows.seeds, counts, rows.temperatures)
@@ -416,8 +509,17 @@ def decode(weights, cache, rows: DecodeRows, steps, allowed, *, config, max_step
     return cache, ids, logprobs, counts - rows.counts, t
 
 
-def _logits(x, unembed):
-    return jnp.einsum("nd,vd->nv", x, unembed, preferred_element_type=jnp.float32)
+def _decode_forward(weights, config, cache, tokens, positions, tables, active):
+    """Final hidden states [R, D] of one token per row; idle rows write to the scratch page."""
+    page_size = cache.keys[0].shape[-1]
+    visits = _list_visits(positions, tables, page_size)
+    pages = jnp.take_along_axis(tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
+    pages = jnp.where(active, pages, SCRATCH_PAGE)
+    x = weights.embed[tokens]
+    attend = functools.partial(row_attention, visits=visits)
+    for index in range(config.num_layers):
+        x, cache = _run_layer(weights, config, index, cache, x, positions, pages, attend)
+    return rms_norm(x, weights.final_norm, config.rms_norm_eps), cache
 
 
 def _unpack(bitmask, vocab_size: int):
@@ -435,69 +537,44 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def build(config: ModelConfig, max_steps: int, page_size: int) -> Kernels:
+def build(config: ModelConfig, max_steps: int) -> Kernels:
     """Engines of the same model share their compiled code."""
-    jit = functools.partial(jax.jit, compiler_options=compiler_options())
-    decoding = functools.partial(
-        decode,
-        config=config,
-        max_steps=max_steps,
-        contract=_decode_contract(config, page_size),
-    )
     return Kernels(
-        jit(functools.partial(prefill, config=config), donate_argnums=1),
-        jit(decoding, donate_argnums=1),
-        jit(copy_pages, donate_argnums=0),
+        jax.jit(functools.partial(prefill, config=config), donate_argnums=1),
+        jax.jit(functools.partial(decode, config=config, max_steps=max_steps), donate_argnums=1),
+        jax.jit(copy_pages, donate_argnums=0),
     )
 
 
-def _decode_contract(config: ModelConfig, page_size: int) -> Contract:
-    """`_multiply_reduce` where it gives the bits of prefill's `_einsum` on this machine."""
-    kv, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    shapes = [(group, config.head_dim), (config.head_dim, page_size), (page_size, config.head_dim)]
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.standard_normal((DECODE_TILE, kv, *shape), np.float32)) for shape in shapes
-    )
-
-    def both(contract: Contract) -> list[np.ndarray]:
-        compiled = jax.jit(contract, compiler_options=compiler_options())
-        scores = compiled(q, k)
-        return [np.asarray(scores), np.asarray(compiled(scores, v))]
-
-    pairs = zip(both(_multiply_reduce), both(_einsum), strict=True)
-    return _multiply_reduce if all(np.array_equal(a, b) for a, b in pairs) else _einsum
-
-
-@functools.cache
 @functools.cache
 def invariant_rows(config: ModelConfig, dtype) -> tuple[int, ...]:
-    """Row counts at which every matrix product of the model rounds alike, ascending.
+    """Row counts at which everything that is computed per row rounds alike, ascending.
 
     Measured on this machine, against the largest candidate, which is always in the answer.
     """
-    one_layer = dataclasses.replace(config, num_layers=1)
+    one = dataclasses.replace(config, num_layers=1)
+    largest = max(ROW_CANDIDATES)
     # numpy's normal numbers: jax compiles its own for every shape, which takes seconds.
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda p: rng.standard_normal(p.shape, np.float32),
-        jax.eval_shape(lambda: qwen3.init_params(one_layer, jax.random.key(0))),
+        jax.eval_shape(lambda: qwen3.init_params(one, jax.random.key(0))),
     )
-    weights = prepare(params, one_layer, dtype, max(ROW_CANDIDATES))
-    x = jnp.asarray(rng.standard_normal((max(ROW_CANDIDATES), config.hidden_size)), dtype)
+    weights = prepare(params, one, dtype, largest)
+    x = jnp.asarray(rng.standard_normal((largest, config.hidden_size)), dtype)
 
-    @functools.partial(jax.jit, compiler_options=compiler_options())
-    def products(weights, x):
+    @jax.jit
+    def rowwise(weights: Weights, x):
         (layer,) = weights.layers
-        normed = qwen3.rms_norm(x, layer["input_norm"], config.rms_norm_eps)
-        q, k, v = qkv(layer, config, normed, (weights.cos[: len(x)], weights.sin[: len(x)]))
-        attended = qwen3.attention_output(layer, q)
-        return normed, q, k, v, attended, qwen3.mlp(layer, x), _logits(x, weights.unembed)
+        normed = rms_norm(x, layer["input_norm"], config.rms_norm_eps)
+        heads = qkv(layer, config, normed, (weights.cos[: len(x)], weights.sin[: len(x)]))
+        attended = linear(heads[0].reshape(len(x), -1), layer["o"])
+        return normed, *heads, attended, mlp(layer, normed), linear(normed, weights.unembed)
 
-    reference = jax.tree.map(np.asarray, products(weights, x))
+    reference = [np.asarray(y) for y in rowwise(weights, x)]
 
     def equal(rows: int) -> bool:
-        mine = jax.tree.map(np.asarray, products(weights, x[:rows]))
+        mine = rowwise(weights, x[:rows])
         return all(np.array_equal(a, b[:rows]) for a, b in zip(mine, reference, strict=True))
 
     return tuple(rows for rows in ROW_CANDIDATES if equal(rows))

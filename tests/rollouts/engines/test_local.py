@@ -41,7 +41,7 @@ LENGTH = 256
 
 
 def make_engine(params=PARAMS, config=CONFIG, **options):
-    options = {"max_context": LENGTH, "num_slots": 8, "page_size": 16} | options
+    options = {"max_context": LENGTH, "num_slots": 8, "page_size": 32} | options
     return LocalEngine(params, config, **options)
 
 
@@ -171,28 +171,30 @@ def test_decode_and_prefill_compute_the_same_bits(engine):
     assert_identical([from_decode], [from_prefill])
 
 
-@pytest.mark.parametrize("hidden", [64, 192])
-def test_prefilled_and_decoded_pages_hold_the_same_bits(hidden):
-    config = ModelConfig(**{**vars(CONFIG), "hidden_size": hidden})
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"num_kv_heads": 1}, {"hidden_size": 192, "num_heads": 6, "head_dim": 64}],
+)
+def test_prefilled_and_decoded_pages_hold_the_same_bits(change):
+    config = ModelConfig(**{**vars(CONFIG), **change})
     params = random_params(2, config)
     tokens = prompt(3, 64)
     weights = local_kernels.prepare(params, config, jnp.float32, 256)
-    kernels = local_kernels.build(config, 1, 16)
-    table = np.arange(1, 5, dtype=np.int32)
-    size = max(local_kernels.invariant_rows(config, jnp.float32))
+    kernels = local_kernels.build(config, 1)
+    table = np.array([1, 2], np.int32)
 
-    chunks = np.zeros((size // 32, 32), np.int32)
-    starts, lengths = np.zeros((2, len(chunks)), np.int32)
-    chunks[:2], starts[1], lengths[:2] = np.reshape(tokens, (2, 32)), 32, 32
+    chunks = np.zeros((8, 16), np.int32)
+    starts, lengths = np.zeros((2, 8), np.int32)
+    chunks[:4], starts[:4], lengths[:4] = np.reshape(tokens, (4, 16)), np.arange(0, 64, 16), 16
     prefilled = kernels.prefill(
         weights,
-        local_kernels.empty_cache(config, 5, 16, jnp.float32),
+        local_kernels.empty_cache(config, 3, 32, jnp.float32),
         chunks,
         starts,
         lengths,
         np.tile(table, (len(chunks), 1)),
     )
-    decoded = local_kernels.empty_cache(config, 5, 16, jnp.float32)
+    decoded = local_kernels.empty_cache(config, 3, 32, jnp.float32)
     rows = min(local_kernels.invariant_rows(config, jnp.float32))
     for position, token in enumerate(tokens):
         decoded, *_ = kernels.decode(
@@ -200,6 +202,12 @@ def test_prefilled_and_decoded_pages_hold_the_same_bits(hidden):
         )
     for a, b in zip(jax.tree.leaves(prefilled), jax.tree.leaves(decoded), strict=True):
         np.testing.assert_array_equal(a[1:], b[1:])
+
+
+def test_every_row_count_rounds_alike():
+    """What lets a dispatch be as small as its work; the engine would fall back on larger ones."""
+    measured = local_kernels.invariant_rows(CONFIG, jnp.float32)
+    assert measured == local_kernels.ROW_CANDIDATES
 
 
 def one_row(rows, token, position, table):
@@ -225,14 +233,14 @@ def one_row(rows, token, position, table):
 def test_garbage_in_the_cache_never_leaks():
     """NaN in every page but the row's own, and past its position in those."""
     weights = local_kernels.prepare(PARAMS, CONFIG, jnp.float32, 256)
-    kernels = local_kernels.build(CONFIG, 1, 16)
+    kernels = local_kernels.build(CONFIG, 1)
     rows = min(local_kernels.invariant_rows(CONFIG, jnp.float32))
     table = np.array([1, 2, 0, 0], np.int32)
     outcomes = []
     for garbage in (0.0, np.nan):
-        cache = local_kernels.empty_cache(CONFIG, 6, 16, jnp.float32)
+        cache = local_kernels.empty_cache(CONFIG, 6, 32, jnp.float32)
         cache = jax.tree.map(lambda pool, g=garbage: jnp.full_like(pool, g), cache)
-        for position, token in enumerate(prompt(0, 20)):
+        for position, token in enumerate(prompt(0, 40)):
             inputs = one_row(rows, token, position, table)
             cache, ids, logprobs, *_ = kernels.decode(weights, cache, inputs, 1, None)
             outcomes.append((ids[0, 0], logprobs[0, 0]))
@@ -492,6 +500,8 @@ def test_bad_requests_are_refused(shared, ids, options, message):
         ({"max_cache_bytes": 1000}, "max_cache_bytes"),
         ({"cache_tokens": 255}, "cache_tokens"),
         ({"num_slots": 0}, "num_slots"),
+        ({"page_size": 16}, "page_size"),
+        ({"page_size": 96}, "page_size"),
         ({"max_context": 1}, "max_context"),
     ],
 )
@@ -501,7 +511,7 @@ def test_bad_engines_are_refused(options, message):
 
 
 def test_cache_bytes_is_what_the_cache_takes(shared):
-    cache = local_kernels.empty_cache(CONFIG, 1025, 16, jnp.float32)
+    cache = local_kernels.empty_cache(CONFIG, 513, 32, jnp.float32)
     assert shared.cache_bytes == sum(pool.nbytes for pool in jax.tree.leaves(cache))
 
 
@@ -557,7 +567,7 @@ def test_a_failing_worker_tells_everyone(monkeypatch):
 
 def test_varying_content_compiles_nothing_new(engine):
     asyncio.run(sample_all(engine))
-    kernels = local_kernels.build(CONFIG, 8, 16)
+    kernels = local_kernels.build(CONFIG, 8)
     asyncio.run(sample_all(engine, [prompt(1000, 150)] + [prompt(i, 9) for i in range(30)]))
     before = [f._cache_size() for f in kernels]
     rng = np.random.default_rng(0)

@@ -1,0 +1,340 @@
+"""Rollout throughput of the local engine beside transformers' `generate`.
+
+    python -m experiments.benchmarks.engine [--format=json] [--repeats=2] [--only=requests,episodes]
+
+The model has 12.6 M random parameters (6 layers, hidden 384, 6/2 heads of 64, MLP 1024, vocabulary
+8192, tied), saved once and loaded by both sides in float32 on two threads. The work is the same:
+temperature 1, every sampled token with its log-probability, exactly n new tokens per request.
+
+  requests     256 requests, prompts log-uniform in [32, 256], n log-uniform in [16, 256]
+  few          the first 32 of them
+  episodes     16 episodes of 5 turns: a 128-token prompt, then 48 sampled and 64 observation
+               tokens per turn
+
+transformers runs left-padded batches of as many rows as the engine has slots, each to its longest
+n, and gets log-probabilities from `compute_transition_scores`; an episode's turn is one batch of
+16 that prefills its whole context again. Tokens count once asked for: padding steps do not.
+Compilation and one whole warm-up pass of the engine, and a short generation of transformers, are
+not timed; the cache is cold at the start of each timed pass. Sides alternate `repeats` times and
+the best pass of each counts. Takes some five minutes on two CPU cores.
+
+The floor is what the machine could do: matrix FLOPs over the rate of a large product, and bytes of
+weights (once per step) and cache (once per token) over the read bandwidth, both measured here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from absl import app, flags
+
+from rlds_jax.models import qwen3, weights
+from rlds_jax.models.config import ModelConfig
+from rlds_jax.rollouts.engines.local import LocalEngine
+
+FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "How to print the result.")
+REPEATS = flags.DEFINE_integer("repeats", 2, "Timed passes per side; the best counts.")
+ONLY = flags.DEFINE_list("only", ["requests", "few", "episodes"], "Workloads to run.")
+SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine, rows of a transformers batch.")
+
+CONFIG = ModelConfig(
+    vocab_size=8192,
+    hidden_size=384,
+    intermediate_size=1024,
+    num_layers=6,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=64,
+    rope_theta=1e6,
+    tie_embeddings=True,
+    max_positions=2048,
+)
+THREADS = 2
+MAX_CONTEXT = 768
+EPISODES, TURNS, EPISODE_PROMPT, SAMPLED, OBSERVED = 16, 5, 128, 48, 64
+
+
+class Request(NamedTuple):
+    """A prompt, and how many tokens to sample after it."""
+
+    prompt: list[int]
+    new: int
+
+
+class Pass(NamedTuple):
+    """One timed pass over a workload."""
+
+    tokens: int
+    seconds: float
+    metrics: dict[str, float]
+
+
+def make_requests(count: int) -> list[Request]:
+    rng = np.random.default_rng(0)
+    prompts = np.exp(rng.uniform(np.log(32), np.log(257), count)).astype(int)
+    news = np.exp(rng.uniform(np.log(16), np.log(257), count)).astype(int)
+    ids = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in prompts]
+    return [Request(prompt, int(new)) for prompt, new in zip(ids, news, strict=True)]
+
+
+def make_observations() -> np.ndarray:
+    """[episodes, 1 + turns, tokens]: the prompt's ids, then each turn's observation."""
+    shape = (EPISODES, 1 + TURNS, max(EPISODE_PROMPT, OBSERVED))
+    return np.random.default_rng(1).integers(0, CONFIG.vocab_size, shape)
+
+
+class Ours:
+    """The local engine."""
+
+    def __init__(self, params: qwen3.Params):
+        self._params = params
+        self._engine = LocalEngine(params, CONFIG, num_slots=SLOTS.value, max_context=MAX_CONTEXT)
+
+    async def _sample(self, prompt: list[int], new: int, seed: int) -> list[int]:
+        completion = await self._engine.generate(
+            prompt, max_tokens=new, temperature=1.0, stop_ids=(), seed=seed
+        )
+        assert len(completion.ids) == len(completion.logprobs) == new
+        return completion.ids.tolist()
+
+    async def _requests(self, requests: list[Request]) -> int:
+        await asyncio.gather(*(self._sample(r.prompt, r.new, i) for i, r in enumerate(requests)))
+        return sum(request.new for request in requests)
+
+    async def _episode(self, index: int, texts: np.ndarray) -> None:
+        context = texts[0, :EPISODE_PROMPT].tolist()
+        for turn in range(TURNS):
+            context += await self._sample(context, SAMPLED, index * TURNS + turn)
+            context += texts[1 + turn, :OBSERVED].tolist()
+
+    async def _episodes(self, texts: np.ndarray) -> int:
+        await asyncio.gather(*(self._episode(i, t) for i, t in enumerate(texts)))
+        return EPISODES * TURNS * SAMPLED
+
+    def requests(self, requests: list[Request]) -> Pass:
+        return self._timed(lambda: self._requests(requests))
+
+    def episodes(self, texts: np.ndarray) -> Pass:
+        return self._timed(lambda: self._episodes(texts))
+
+    def _timed(self, work: Callable[[], Any]) -> Pass:
+        self._engine.update_weights(self._params, 1)  # empties the cache
+        self._engine.metrics()
+        start = time.perf_counter()
+        tokens = asyncio.run(work())
+        return Pass(tokens, time.perf_counter() - start, self._engine.metrics())
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Theirs:
+    """transformers' generate."""
+
+    def __init__(self, directory: str):
+        torch.set_num_threads(THREADS)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32
+        ).eval()
+        self._generate([[1, 2, 3]] * 2, 4)
+
+    def _generate(self, prompts: list[list[int]], new: int) -> torch.Tensor:
+        """[rows, new] sampled ids, and their log-probabilities (asked for, not returned)."""
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        output = self._model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=new,
+            max_new_tokens=new,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        logprobs = self._model.compute_transition_scores(
+            output.sequences, output.scores, normalize_logits=True
+        )
+        assert logprobs.shape == (len(prompts), new)
+        return output.sequences[:, longest:]
+
+    @torch.inference_mode()
+    def requests(self, requests: list[Request]) -> Pass:
+        start = time.perf_counter()
+        for first in range(0, len(requests), SLOTS.value):
+            batch = requests[first : first + SLOTS.value]
+            self._generate([r.prompt for r in batch], max(r.new for r in batch))
+        return Pass(sum(r.new for r in requests), time.perf_counter() - start, {})
+
+    @torch.inference_mode()
+    def episodes(self, texts: np.ndarray) -> Pass:
+        start = time.perf_counter()
+        contexts = [text[0, :EPISODE_PROMPT].tolist() for text in texts]
+        for turn in range(TURNS):
+            sampled = self._generate(contexts, SAMPLED).tolist()
+            for context, ids, text in zip(contexts, sampled, texts, strict=True):
+                context += ids + text[1 + turn, :OBSERVED].tolist()
+        return Pass(EPISODES * TURNS * SAMPLED, time.perf_counter() - start, {})
+
+
+def machine() -> dict[str, float]:
+    """GFLOP/s of a large float32 product and GB/s of a long read."""
+    square = jnp.ones((2048, 2048), jnp.float32)
+    long = jnp.ones(64 * 2**20, jnp.float32)
+    product = jax.jit(lambda a: a @ a)
+    total = jax.jit(lambda a: a.reshape(-1, 2**14).sum(axis=1))
+
+    def best(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+    return {
+        "gflops": 2 * 2048**3 / best(lambda: product(square)) / 1e9,
+        "gbytes_s": long.nbytes / best(lambda: total(long)) / 1e9,
+    }
+
+
+def floor_seconds(contexts: list[tuple[int, int]], ours: Pass, rates: dict[str, float]) -> float:
+    """Least time of a pass: FLOPs and bytes at the measured rates, whichever takes longer.
+
+    Args:
+      contexts: (first, last) context length of every stretch of sampled tokens.
+    """
+    per_layer = sum(
+        int(np.prod(p.shape[1:]))
+        for path, p in qwen3.parameter_table(CONFIG).items()
+        if p.stacked and "norm" not in path
+    )
+    matrices = CONFIG.num_layers * per_layer
+    unembed = CONFIG.vocab_size * CONFIG.hidden_size
+    lengths = np.concatenate([np.arange(first, last) for first, last in contexts])
+    width = CONFIG.num_layers * CONFIG.head_dim
+    attention = 4 * CONFIG.num_heads * width * lengths.sum()
+    flops = 2 * (matrices + unembed) * ours.tokens + attention
+    flops += 2 * matrices * ours.metrics["engine/prefill_tokens"]
+    read = 4 * (matrices + unembed) * ours.metrics["engine/decode_steps"]
+    read += 4 * 2 * CONFIG.num_kv_heads * width * lengths.sum()
+    return max(flops / rates["gflops"], read / rates["gbytes_s"]) / 1e9
+
+
+def compare(
+    ours: Callable[[], Pass], theirs: Callable[[], Pass], contexts: list[tuple[int, int]]
+) -> dict[str, float]:
+    """Alternates both sides; the best pass of each."""
+    ours()
+    passes = [(ours(), theirs()) for _ in range(REPEATS.value)]
+    best = min((mine for mine, _ in passes), key=lambda p: p.seconds)
+    other = min((yours for _, yours in passes), key=lambda p: p.seconds)
+    floor = floor_seconds(contexts, best, machine())
+    metrics = best.metrics
+    return {
+        "tokens": best.tokens,
+        "seconds": best.seconds,
+        "tokens_per_s": best.tokens / best.seconds,
+        "transformers_tokens_per_s": other.tokens / other.seconds,
+        "ratio": other.seconds / best.seconds,
+        "floor_share": floor / best.seconds,
+        "prefill_tokens": metrics["engine/prefill_tokens"],
+        "prefill_us_per_token": 1e6
+        * metrics["engine/prefill_s"]
+        / metrics["engine/prefill_tokens"],
+        "decode_us_per_token": 1e6 * metrics["engine/decode_s"] / best.tokens,
+        "decode_ms_per_step": 1e3 * metrics["engine/decode_s"] / metrics["engine/decode_steps"],
+        "idle_slots": metrics["engine/idle_slots"],
+        "prefix_hit_rate": metrics["engine/prefix_hit_rate"],
+        "other_s": best.seconds - metrics["engine/prefill_s"] - metrics["engine/decode_s"],
+    }
+
+
+def measure() -> dict[str, dict[str, float]]:
+    """Runs the chosen workloads on both sides."""
+    params = qwen3.init_params(CONFIG, jax.random.key(0))
+    ours = Ours(params)
+    with tempfile.TemporaryDirectory() as directory:
+        weights.save(params, CONFIG, directory, dtype=jnp.float32)
+        theirs = Theirs(directory)
+    requests, texts = make_requests(256), make_observations()
+    results = {}
+    for name, chosen in (("requests", requests), ("few", requests[:32])):
+        if name in ONLY.value:
+            contexts = [(len(r.prompt), len(r.prompt) + r.new) for r in chosen]
+            results[name] = compare(
+                lambda chosen=chosen: ours.requests(chosen),  # type: ignore[misc]
+                lambda chosen=chosen: theirs.requests(chosen),  # type: ignore[misc]
+                contexts,
+            )
+    if "episodes" in ONLY.value:
+        starts = [EPISODE_PROMPT + turn * (SAMPLED + OBSERVED) for turn in range(TURNS)]
+        contexts = [(start, start + SAMPLED) for start in starts] * EPISODES
+        results["episodes"] = compare(
+            lambda: ours.episodes(texts), lambda: theirs.episodes(texts), contexts
+        )
+    ours.close()
+    return results
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    columns = (
+        ("tokens", "tokens", "7.0f"),
+        ("tokens_per_s", "tok/s", "7.0f"),
+        ("transformers_tokens_per_s", "theirs", "7.0f"),
+        ("ratio", "ratio", "6.2f"),
+        ("floor_share", "floor", "6.1%"),
+        ("prefill_us_per_token", "prefill us", "10.0f"),
+        ("decode_us_per_token", "decode us", "9.0f"),
+        ("decode_ms_per_step", "step ms", "8.2f"),
+        ("idle_slots", "idle", "6.1%"),
+        ("prefix_hit_rate", "hits", "6.1%"),
+        ("other_s", "other s", "7.2f"),
+    )
+    widths = [max(len(title), len(format(0, spec))) for _, title, spec in columns]
+    lines = [
+        f"{'':<10}"
+        + " ".join(f"{title:>{w}}" for (_, title, _), w in zip(columns, widths, strict=True))
+    ]
+    for name, result in results.items():
+        cells = [
+            f"{format(result[key], spec):>{w}}"
+            for (key, _, spec), w in zip(columns, widths, strict=True)
+        ]
+        lines.append(f"{name:<10}" + " ".join(cells))
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    results = measure()
+    rates = machine()
+    if FORMAT.value == "json":
+        print(json.dumps({"machine": rates, "slots": SLOTS.value, "results": results}, indent=1))
+        return
+    print(
+        f"{jax.devices()[0].device_kind}, {THREADS} threads, {SLOTS.value} slots: "
+        f"{rates['gflops']:.0f} GFLOP/s, {rates['gbytes_s']:.1f} GB/s"
+    )
+    print(table(results))
+
+
+if __name__ == "__main__":
+    app.run(main)
