@@ -2,7 +2,6 @@
 # make test  sets up and runs every test.   make lint  checks style and types.
 PYTHON ?= python3
 VENV ?= .venv
-WORKDIR ?= runs/demo
 
 .PHONY: demo test lint
 
@@ -17,7 +16,8 @@ $(VENV)/.test: $(VENV)/.core
 	touch $@
 
 demo: $(VENV)/.core
-	$(VENV)/bin/python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=$(WORKDIR)
+	rm -rf runs/demo
+	$(VENV)/bin/python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/demo
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest

@@ -9,7 +9,6 @@ holds what this renders.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,10 +111,12 @@ def render(text: str) -> str:
     for name, section in SECTIONS.items():
         record = json.loads((RESULTS / f"{name}.json").read_text())
         body = "\n".join([*section(record["result"]), "", f"`{record['command']}`"])
-        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        if not re.search(pattern, text, re.DOTALL):
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
             raise ValueError(f"README has no section {name}; add its begin and end markers")
-        text = re.sub(pattern, lambda m, b=body: f"{m[1]}{b}\n{m[2]}", text, flags=re.DOTALL)
+        text = f"{before}{begin}{body}\n{end}{after}"
     return text
 
 

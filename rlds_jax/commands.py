@@ -38,4 +38,4 @@ def _parse(argv: Sequence[str]) -> list[str]:
         except flags.Error as error:
             raise ValueError(f"{error}\nsee --help") from error
         except (AttributeError, KeyError) as error:
-            raise ValueError(f"the config has no field {error}; check --config.* flags") from error
+            raise ValueError(f"the config has no such field: {error.args[0]}") from error

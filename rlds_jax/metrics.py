@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import tqdm
+from ml_collections import ConfigDict
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -85,17 +86,22 @@ class RunLog:
 
     Args:
       workdir: created if absent.
-      total_steps: length of the progress bar.
+      config: of the run; kept as `config.json`.
 
     Raises:
       OSError: the workdir cannot be written.
+      ValueError: the workdir already holds a run.
     """
 
-    def __init__(self, workdir: Path, total_steps: int):
+    def __init__(self, workdir: Path, config: ConfigDict):
         workdir.mkdir(parents=True, exist_ok=True)
+        path = workdir / "rollouts.jsonl"
+        if path.exists():
+            raise ValueError(f"workdir {workdir} already holds a run; give another or remove it")
+        (workdir / "config.json").write_text(config.to_json(indent=1) + "\n")
         self._scalars = Scalars(workdir / "tensorboard")
-        self._rollouts = (workdir / "rollouts.jsonl").open("a")
-        self._bar = tqdm.tqdm(total=total_steps, unit="step", dynamic_ncols=True)
+        self._rollouts = path.open("x")
+        self._bar = tqdm.tqdm(total=config.steps, unit="step", dynamic_ncols=True)
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars to TensorBoard; see `Scalars.write`."""
@@ -107,10 +113,20 @@ class RunLog:
             self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
         self._rollouts.flush()
 
-    def progress(self, reward: float, seconds: float) -> None:
+    def progress(self, metrics: Mapping[str, float]) -> None:
         """Advances the bar by one step; tqdm adds the estimated time left."""
-        self._bar.set_postfix(reward=f"{reward:.3f}", step=f"{seconds:.1f}s", refresh=False)
+        shown = {
+            "reward": metrics["critic/rewards/mean"],
+            "graded": metrics.get("grader/parse_rate"),
+            "retries": metrics.get("retry/count"),
+        }
+        text = {name: f"{value:.2f}" for name, value in shown.items() if value is not None}
+        self._bar.set_postfix(text, refresh=False)
         self._bar.update()
+
+    def say(self, line: str) -> None:
+        """Prints a line above the progress bar."""
+        self._bar.write(line)
 
     def close(self) -> None:
         self._bar.close()

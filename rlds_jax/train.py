@@ -22,6 +22,8 @@ def main(config: ConfigDict, workdir: Path) -> None:
         trainer.run()
     finally:
         trainer.close()
+    print(f"policy: {workdir / 'policy'}   rollouts: {workdir / 'rollouts.jsonl'}")
+    print(f"curves: tensorboard --logdir {workdir / 'tensorboard'}")
 
 
 if __name__ == "__main__":

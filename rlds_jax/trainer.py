@@ -134,11 +134,12 @@ class Trainer:
         )
         self._logprobs = update.make_logprobs(self.model, compute) if several else None
         self.engine = LocalEngine(params, self.model, tokenizer=self.source, **config.engine)
-        self.log = RunLog(workdir, config.steps)
+        self.log = RunLog(workdir, config)
         self._nonfinite = 0
 
     def run(self) -> None:
         """Every step from the first to the last; the policy is saved at the end."""
+        self.log.say("The first step compiles and takes longer than the others.")
         for step in range(self.config.steps):
             self.step(step)
         weights.save(self.state.params, self.model, self.workdir / "policy", source=self.source)
@@ -238,7 +239,12 @@ class Trainer:
                 for trajectory in group.trajectories
             ),
         )
-        self.log.progress(metrics["critic/rewards/mean"], metrics["perf/time_per_step"])
+        self.log.progress(metrics)
+        if metrics.get("sdae/fallback_group_rate") == 1:
+            self.log.say(
+                f"step {step}: no group had enough grades, so all fell back to GRPO; "
+                "grader/ungraded/* in TensorBoard says why"
+            )
 
 
 def check_lengths(rollout: RolloutConfig, max_context: int, row_length: int) -> None:

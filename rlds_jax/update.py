@@ -50,7 +50,10 @@ class OptimizerConfig:
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule is {self.schedule!r}; use constant or cosine")
         if self.schedule == "cosine" and (self.total_steps or 0) <= self.warmup_steps:
-            raise ValueError("the cosine schedule needs total_steps above warmup_steps")
+            raise ValueError(
+                f"the cosine schedule takes {self.total_steps} steps, optimizer.warmup_steps is "
+                f"{self.warmup_steps}; lower it or train for more steps"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from ml_collections import ConfigDict
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlds_jax.metrics import RunLog, train_flops
 from rlds_jax.models.config import ModelConfig
 
+CONFIG = ConfigDict({"steps": 2})
 SMALL = ModelConfig(
     vocab_size=11,
     hidden_size=8,
@@ -22,7 +24,7 @@ SMALL = ModelConfig(
 
 
 def test_scalars_are_read_back_from_the_event_file(tmp_path):
-    log = RunLog(tmp_path, total_steps=2)
+    log = RunLog(tmp_path, CONFIG)
     for step in (0, 1):
         log.scalars(step, {"critic/rewards/mean": 0.25 * (step + 1), "timing_s/gen": 3.0})
     log.close()
@@ -34,14 +36,14 @@ def test_scalars_are_read_back_from_the_event_file(tmp_path):
 
 
 def test_a_metric_that_is_not_finite_is_named(tmp_path):
-    log = RunLog(tmp_path, total_steps=1)
+    log = RunLog(tmp_path, CONFIG)
     with pytest.raises(ValueError, match="actor/pg_loss"):
         log.scalars(0, {"actor/pg_loss": float("nan"), "timing_s/gen": 1.0})
     log.close()
 
 
 def test_rollouts_are_json_lines(tmp_path):
-    log = RunLog(tmp_path, total_steps=1)
+    log = RunLog(tmp_path, CONFIG)
     log.rollouts(4, [{"uid": "a", "reward": 1.0}, {"uid": "b", "reward": 0.0}])
     log.close()
     lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
@@ -49,6 +51,13 @@ def test_rollouts_are_json_lines(tmp_path):
         {"step": 4, "uid": "a", "reward": 1.0},
         {"step": 4, "uid": "b", "reward": 0.0},
     ]
+
+
+def test_a_workdir_holds_one_run_and_its_config(tmp_path):
+    RunLog(tmp_path, CONFIG).close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"steps": 2}
+    with pytest.raises(ValueError, match="already holds a run"):
+        RunLog(tmp_path, CONFIG)
 
 
 def test_train_flops_by_hand():

@@ -19,6 +19,8 @@ def local_directory(path: str) -> Path:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
+    if path.startswith(("/", ".", "~")):
+        raise ValueError(f"model.path {path!r} is not a directory")
     try:
         return Path(snapshot_download(path, allow_patterns=PATTERNS))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
