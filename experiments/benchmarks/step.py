@@ -92,9 +92,10 @@ def phases(m: Means) -> list[dict[str, float | str]]:
     sampled = m["response_length/sampled"]
     rows = [("play", "gen", originals * m["num_turns/mean"], originals * sampled)]
     for phase, role in (("grade", "grader"), ("reflect", "reflector")):
-        count = m[f"{role}/count"]
-        rows.append((phase, phase, count, count * m[f"{role}/response_length"]))
-    rows.append(("retry", "retry", retries, retries * m["retry/gen_ratio"] * sampled))
+        if count := m[f"{role}/count"]:
+            rows.append((phase, phase, count, count * m[f"{role}/response_length"]))
+    if retries:
+        rows.append(("retry", "retry", retries, retries * m["retry/gen_ratio"] * sampled))
     table: list[dict[str, float | str]] = [
         {"phase": name, "requests": n, "sampled_tokens": tokens, "seconds": m[f"timing_s/{key}"]}
         for name, key, n, tokens in rows
