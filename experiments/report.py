@@ -67,11 +67,12 @@ def step(result: dict[str, Any]) -> list[str]:
 
 def sdae(result: dict[str, Any]) -> list[str]:
     """The kernel beside one read and one write of the token arrays."""
-    columns = ["SDAE: rows x tokens", "subtasks", "kernel, ms", "floor, ms", "ratio"]
+    columns = ["SDAE: rows x tokens", "subtasks", "turns", "kernel, ms", "floor, ms", "ratio"]
     rows = [
         [
             f"{r['rows']} x {r['tokens']}",
             str(r["subtasks"]),
+            str(r["turns"]),
             f"{r['kernel_ms']:.2f}",
             f"{r['floor_ms']:.2f}",
             f"{r['ratio']:.0f}x",
