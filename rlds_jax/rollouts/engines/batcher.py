@@ -20,6 +20,7 @@ from rlds_jax.rollouts.engines import local_kernels as kernels
 from rlds_jax.rollouts.engines.base import Completion
 from rlds_jax.rollouts.engines.constrained import Matcher
 from rlds_jax.rollouts.engines.meter import Meter
+from rlds_jax.rollouts.engines.paged_attention import SCRATCH_PAGE
 from rlds_jax.rollouts.engines.prefix_cache import Lease, PrefixCache
 
 CHUNK = 16  # tokens of one prefill chunk
@@ -176,7 +177,7 @@ class Batcher:
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         for start in range(0, len(pairs), COPIES):
             part = pairs[start : start + COPIES]
-            part += [(kernels.SCRATCH_PAGE, kernels.SCRATCH_PAGE)] * (COPIES - len(part))
+            part += [(SCRATCH_PAGE, SCRATCH_PAGE)] * (COPIES - len(part))
             sources, targets = np.array(part, np.int32).T.copy()
             self._cache = self._kernels.copy_pages(self._cache, sources, targets)
 

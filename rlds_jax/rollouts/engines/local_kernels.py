@@ -9,11 +9,8 @@ values [P, KV, S, hd]. Page 0 is scratch: padding writes there and nobody reads 
 positions through its page table [W]; position p lies in page table[p // S] at offset p % S.
 
 Batch invariance (DESIGN "Engines"): a token's numbers must not depend on what shares its dispatch,
-nor on whether decode or prefill computed them. Each page's share of the attention is computed by
-itself, and shares are merged in page order by exact operations. What remains is the order in which
-XLA's CPU matrix library accumulates; measured, it depends on the number of rows when a weight is
-[in, out] but not when it is [out, in], nor for small batched products. So the engine's weights are
-[out, in], sums over features are products with ones, and `invariant_rows` checks.
+nor on whether decode or prefill computed them; paged_attention.py and invariant.py see to that, and
+`invariant_rows` checks it on the machine at hand.
 """
 
 from __future__ import annotations
@@ -30,14 +27,16 @@ from jax import lax
 
 from rlds_jax.models import qwen3
 from rlds_jax.models.config import ModelConfig
+from rlds_jax.rollouts.engines.invariant import linear, rms_norm
+from rlds_jax.rollouts.engines.paged_attention import (
+    SCRATCH_PAGE,
+    chunk_attention,
+    list_visits,
+    row_attention,
+)
+from rlds_jax.rollouts.engines.sampling import sample
 
-SCRATCH_PAGE = 0
 ROW_CANDIDATES = (8, 16, 32, 48, 64, 128, 256)
-PREFILL_TILE = 2  # chunks that walk their pages together
-DECODE_PAGES = 64  # most pages, of any rows, that decode visits at once
-BATCHED_ROWS = 48  # of one small batched product; beyond, the order of accumulation may change
-CDF_BLOCK = 128
-NEGATIVE = -1e30  # finite, so that a fully masked page gives exp(0) * 0 and not NaN
 
 
 class Weights(NamedTuple):
@@ -134,209 +133,6 @@ def empty_cache(config: ModelConfig, num_pages: int, page_size: int, dtype) -> C
     )
 
 
-class Share(NamedTuple):
-    """Attention over some pages: out [..., hd] and total [...], both in units of 2 ** top [...]."""
-
-    top: jax.Array
-    total: jax.Array
-    out: jax.Array
-
-
-def _nothing(shape) -> Share:
-    """The share of no page, for queries of shape [..., hd]."""
-    return Share(jnp.full(shape[:-1], NEGATIVE), jnp.zeros(shape[:-1]), jnp.zeros(shape))
-
-
-def _attend_pages(q, keys, values, pages, last, visible) -> Share:
-    """The share of one page for each of N groups of queries.
-
-    Args:
-      q: [N, KV, M, hd], scaled so that weights are powers of two.
-      keys, values: one layer of the cache.
-      pages: [N] page of each group.
-      last: [N] last offset in the page that holds anything. What lies behind is replaced by zero:
-        a stale NaN would survive a weight of zero.
-      visible: [N, M, S] bool.
-    """
-    k = keys[pages].astype(jnp.float32)
-    written = (jnp.arange(values.shape[2]) <= last[:, None])[:, None, :, None]
-    v = jnp.where(written, values[pages].astype(jnp.float32), 0.0)
-    visible = visible[:, None]
-    scores = jnp.where(visible, _batched_product(q, k), NEGATIVE)
-    top = jnp.ceil(scores.max(-1))
-    weights = jnp.exp((scores - top[..., None]) * np.float32(np.log(2)))
-    weights = jnp.where(visible, weights, 0.0)
-    return Share(top, _pairwise_sum(weights), _batched_product(weights, v))
-
-
-def _batched_product(a, b):
-    """[N, KV, M, K] times [N, KV, K, n]."""
-    parts = [a[:, :, i : i + BATCHED_ROWS] for i in range(0, a.shape[2], BATCHED_ROWS)]
-    return jnp.concatenate([jnp.einsum("hkmi,hkio->hkmo", part, b) for part in parts], axis=2)
-
-
-def _merge(a: Share, b: Share) -> Share:
-    """Adds two shares. Scaling by powers of two is exact, so only the order of merging counts."""
-    top = jnp.maximum(a.top, b.top)
-    left, right = _power_of_two(a.top - top), _power_of_two(b.top - top)
-    out = a.out * left[..., None] + b.out * right[..., None]
-    return Share(top, a.total * left + b.total * right, out)
-
-
-def _power_of_two(exponent):
-    """2 ** exponent, exactly, for whole exponents of at most 0; 0 below the normal range."""
-    biased = jnp.maximum(exponent, -127).astype(jnp.int32) + 127
-    return lax.bitcast_convert_type(biased << 23, jnp.float32)
-
-
-def _pairwise_sum(x):
-    """Sum over the last axis, a power of two long, in an order no compiler changes."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        x = x[..., :half] + x[..., half:]
-    return x[..., 0]
-
-
-def _scaled(q):
-    """Queries whose products with keys are exponents of two."""
-    return q.astype(jnp.float32) * np.float32(q.shape[-1] ** -0.5 / np.log(2))
-
-
-def chunk_attention(q, positions, keys, values, tables):
-    """Causal attention of chunks of consecutive tokens over their pages.
-
-    Args:
-      q: [N, C, H, hd].
-      positions: [N, C] int32, ascending along C.
-      keys, values: one layer of the cache, the chunks' own tokens included.
-      tables: [N, W] int32.
-
-    Returns:
-      [N, C, H, hd] in q's dtype.
-    """
-    n, c, h, hd = q.shape
-    kv, page_size = keys.shape[1], keys.shape[3]
-    grouped = _scaled(q).reshape(n, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(n, kv, -1, hd)
-    last = positions.max(-1)
-    offsets = jnp.arange(page_size)
-
-    def tile(part: slice):
-        def visit(page, share):
-            start = page * page_size
-            visible = start + offsets <= jnp.tile(positions[part], (1, h // kv))[:, :, None]
-            pages = tables[part, page]
-            here = _attend_pages(grouped[part], keys, values, pages, last[part] - start, visible)
-            return _merge(share, here)
-
-        pages = last[part].max() // page_size + 1
-        share = lax.fori_loop(0, pages, visit, _nothing(grouped[part].shape))
-        return share.out / share.total[..., None]
-
-    size = min(PREFILL_TILE, n)
-    attended = jnp.concatenate([tile(slice(i, i + size)) for i in range(0, n, size)])
-    attended = attended.reshape(n, kv, h // kv, c, hd).transpose(0, 3, 1, 2, 4)
-    return attended.reshape(n, c, h, hd).astype(q.dtype)
-
-
-class Visits(NamedTuple):
-    """The pages of all rows in one list, so that short rows cost no more than their own.
-
-    Attributes:
-      rows, pages: [n] the row and the page of each visit; padded with the scratch page.
-      last: [n] last visible offset in the page, negative where padded.
-      total: visits that are real.
-      starts, lengths: [R] each row's first visit and number of visits.
-    """
-
-    rows: jax.Array
-    pages: jax.Array
-    last: jax.Array
-    total: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
-
-
-def _list_visits(positions, tables, page_size: int) -> Visits:
-    """Visits of rows at positions [R] with tables [R, W]."""
-    num_rows, width = tables.shape
-    lengths = positions // page_size + 1
-    ends = jnp.cumsum(lengths)
-    starts = ends - lengths
-    size = _visits_at_once(num_rows)
-    index = jnp.arange(-(-num_rows * width // size) * size)
-    rows = jnp.minimum((ends <= index[:, None]).sum(-1), num_rows - 1)
-    order = jnp.clip(index - starts[rows], 0, width - 1)
-    real = index < ends[-1]
-    return Visits(
-        rows,
-        jnp.where(real, tables[rows, order], SCRATCH_PAGE),
-        jnp.where(real, positions[rows] - order * page_size, -1),
-        ends[-1],
-        starts,
-        lengths,
-    )
-
-
-def _visits_at_once(num_rows: int) -> int:
-    return min(DECODE_PAGES, num_rows)
-
-
-def row_attention(q, keys, values, visits: Visits):
-    """Attention of single tokens [R, H, hd] over their pages; what `chunk_attention` gives."""
-    num_rows, h, hd = q.shape
-    kv, page_size = keys.shape[1], keys.shape[3]
-    grouped = _scaled(q).reshape(num_rows, kv, h // kv, hd)
-    size = _visits_at_once(num_rows)
-
-    def visit(i, shares):
-        rows, pages, last = (
-            lax.dynamic_slice_in_dim(x, i * size, size)
-            for x in (visits.rows, visits.pages, visits.last)
-        )
-        visible = jnp.broadcast_to(
-            (jnp.arange(page_size) <= last[:, None])[:, None], (size, h // kv, page_size)
-        )
-        here = _attend_pages(grouped[rows], keys, values, pages, last, visible)
-        return jax.tree.map(
-            lambda all_, x: lax.dynamic_update_slice_in_dim(all_, x, i * size, 0), shares, here
-        )
-
-    def merge(order, share):
-        index = jnp.minimum(visits.starts + order, len(visits.rows) - 1)
-        valid = order < visits.lengths
-        here = jax.tree.map(lambda x: x[index], shares)
-        here = jax.tree.map(
-            lambda x, none: jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, none),
-            here,
-            _nothing(grouped.shape),
-        )
-        return _merge(share, here)
-
-    shares = _nothing((len(visits.rows), *grouped.shape[1:]))
-    shares = lax.fori_loop(0, (visits.total + size - 1) // size, visit, shares)
-    share = lax.fori_loop(0, visits.lengths.max(), merge, _nothing(grouped.shape))
-    return (share.out / share.total[..., None]).reshape(q.shape).astype(q.dtype)
-
-
-def linear(x, weight):
-    """x [n, in] times weight [out, in]."""
-    return jnp.einsum("nd,fd->nf", x, weight)
-
-
-def _row_sums(x):
-    """[...] sums over the last axis of x [..., n]."""
-    ones = jnp.ones((8, x.shape[-1]), x.dtype)
-    return linear(x.reshape(-1, x.shape[-1]), ones)[:, 0].reshape(x.shape[:-1])
-
-
-def rms_norm(x, scale, eps: float):
-    """`qwen3.rms_norm`, accumulated in one order whatever the number of rows."""
-    x32 = x.astype(jnp.float32)
-    mean = _row_sums(x32 * x32)[..., None] / x.shape[-1]
-    return (x32 * lax.rsqrt(mean + eps) * scale.astype(jnp.float32)).astype(x.dtype)
-
-
 def qkv(layer: qwen3.Params, config: ModelConfig, x, angles):
     """Rotated queries [n, H, hd] and keys [n, KV, hd], and values, of normalised x [n, D]."""
     heads, kv = config.num_heads, config.num_kv_heads
@@ -416,57 +212,10 @@ def copy_pages(cache: Cache, sources, targets) -> Cache:
     return jax.tree.map(lambda pool: pool.at[targets].set(pool[sources]), cache)
 
 
-def sample(logits, seeds, counts, temperatures):
-    """Inverse-CDF sampling with one uniform per token, drawn from fold_in(key(seed), index).
-
-    Temperature 0 takes the argmax and reports its log-probability at temperature 1.
-
-    Args:
-      logits: [R, V] float32.
-      seeds: [R, 2] uint32 key data; counts: [R] index of the token; temperatures: [R].
-
-    Returns:
-      ids [R] int32 and logprobs [R] float32 at the sampling temperature.
-    """
-    greedy = temperatures <= 0
-    inverse = 1 / jnp.where(greedy, 1.0, temperatures)
-    top = logits.max(-1)
-    mass = jnp.exp((logits - top[:, None]) * inverse[:, None])
-    mass = jnp.pad(mass, ((0, 0), (0, -mass.shape[1] % CDF_BLOCK)))
-    blocks = mass.reshape(len(mass), -1, CDF_BLOCK)
-    cdf = jnp.cumsum(_row_sums(blocks), axis=-1)
-    total = cdf[:, -1]
-    ids = _inverse_cdf(blocks, cdf, _uniform(seeds, counts) * total)
-    ids = lax.cond(  # argmax costs more than all the rest
-        greedy.any(),
-        lambda: jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), ids),
-        lambda: ids,
-    )
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
-    return ids, (chosen - top) * inverse - jnp.log(total)
-
-
-def _uniform(seeds, counts):
-    """[R] float32 in [0, 1 - 2^-23]."""
-    keys = jax.random.wrap_key_data(seeds, impl="threefry2x32")
-    return jax.vmap(lambda key, n: jax.random.uniform(jax.random.fold_in(key, n)))(keys, counts)
-
-
-def _inverse_cdf(blocks, cdf, target):
-    """First index whose cumulative mass exceeds target: the block first, then inside it.
-
-    Rounding inside the block may leave no such index; the last one with any mass is taken then.
-    """
-    block = jnp.minimum((cdf <= target[:, None]).sum(-1), cdf.shape[1] - 1)[:, None]
-    before = jnp.take_along_axis(jnp.pad(cdf, ((0, 0), (1, 0))), block, axis=1)
-    mass = jnp.take_along_axis(blocks, block[..., None], axis=1)[:, 0]
-    within = (jnp.cumsum(mass, axis=-1) + before <= target[:, None]).sum(-1)
-    last = jnp.where(mass > 0, jnp.arange(CDF_BLOCK), 0).max(-1)
-    return (block[:, 0] * CDF_BLOCK + jnp.minimum(within, last)).astype(jnp.int32)
-
-
 def decode(weights, cache, rows: DecodeRows, steps, allowed, *, config, max_steps):
     """Samples up to `steps` tokens per row in one dispatch; rows end at a stop id or their limit.
+
+    The dispatch ends early once a sixteenth of its rows have: others may take their places.
 
     Args:
       steps: traced int, at most the static `max_steps`.
@@ -504,7 +253,9 @@ def decode(weights, cache, rows: DecodeRows, steps, allowed, *, config, max_step
         jnp.zeros((max_steps, num_rows), jnp.float32),
         cache,
     )
-    final = lax.while_loop(lambda c: (c[0] < steps) & c[4].any(), step, start)
+    started = start[4].sum()
+    enough = started - jnp.maximum(started // 16, 1)
+    final = lax.while_loop(lambda c: (c[0] < steps) & (c[4].sum() > enough), step, start)
     t, _, _, counts, _, ids, logprobs, cache = final
     return cache, ids, logprobs, counts - rows.counts, t
 
@@ -512,7 +263,7 @@ def decode(weights, cache, rows: DecodeRows, steps, allowed, *, config, max_step
 def _decode_forward(weights, config, cache, tokens, positions, tables, active):
     """Final hidden states [R, D] of one token per row; idle rows write to the scratch page."""
     page_size = cache.keys[0].shape[-1]
-    visits = _list_visits(positions, tables, page_size)
+    visits = list_visits(positions, tables, page_size)
     pages = jnp.take_along_axis(tables, positions[:, None] // page_size, axis=1, mode="clip")[:, 0]
     pages = jnp.where(active, pages, SCRATCH_PAGE)
     x = weights.embed[tokens]
