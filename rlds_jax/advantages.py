@@ -6,6 +6,7 @@ The kernels are `grpo` and `sdae`. An estimator is one function of padded rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -25,9 +26,13 @@ class AdvantageConfig:
     Attributes:
       retry_mask: whose first turns leave the loss: those of the retry and the original it came
         from ("both"), of the retry alone, or nobody's.
-      num_turns: most turns a trajectory can have; None takes what the data needs.
+      num_turns: turns the kernels are compiled for; a step with more compiles anew, as does every
+        new power of two with None.
       min_rows, min_tokens: least padded size. Rows and tokens are padded to powers of two, and each
         new size compiles anew; a bound known in advance makes that one compilation.
+
+    Raises:
+      ValueError: naming the field that is out of range.
     """
 
     kernel_sigma: float = 1.0
@@ -39,6 +44,24 @@ class AdvantageConfig:
     num_turns: int | None = None
     min_rows: int = 1
     min_tokens: int = 1
+
+    def __post_init__(self):
+        for name, options in (
+            ("negative_rewards", sdae.NegativeRewards),
+            ("kernel_norm", sdae.KernelNorm),
+            ("retry_mask", RetryMask),
+        ):
+            allowed = get_args(options)
+            _require(getattr(self, name) in allowed, name, getattr(self, name), f"one of {allowed}")
+        sigma, fraction = self.kernel_sigma, self.min_graded_fraction
+        least = sdae.MIN_KERNEL_SIGMA
+        _require(sigma >= least, "kernel_sigma", sigma, f"at least {least}")
+        _require(fraction >= 0, "min_graded_fraction", fraction, "at least 0")
+        _require(0 < self.eps < math.inf, "eps", self.eps, "positive and finite")
+        turns = self.num_turns
+        _require(turns is None or turns >= 1, "num_turns", turns, "None or at least 1")
+        for name in ("min_rows", "min_tokens"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 class Rows(NamedTuple):
@@ -163,7 +186,7 @@ def sdae_estimator(rows: Rows, config: AdvantageConfig) -> Estimate:
     output = sdae.advantages(
         *rows,
         num_groups=len(rows.rewards),
-        num_turns=config.num_turns,
+        num_turns=config.num_turns if _fits(rows.turn_ids, config.num_turns) else None,
         kernel_sigma=config.kernel_sigma,
         min_graded_fraction=config.min_graded_fraction,
         negative_rewards=config.negative_rewards,
@@ -260,6 +283,15 @@ def _place(row: np.ndarray, trajectory: Trajectory, field: str, subtasks: int) -
     for k, value in enumerate(values):
         if value is not None:
             row[k] = max(-1, min(value, np.iinfo(np.int32).max))
+
+
+def _fits(turn_ids: np.ndarray, num_turns: int | None) -> bool:
+    return num_turns is None or int(turn_ids.max(initial=-1)) < num_turns
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"advantage.{name} is {value!r}; it must be {allowed}")
 
 
 def _power_of_two(n: int) -> int:

@@ -11,6 +11,7 @@ arithmetic, since a mask applied after an exp leaves NaN gradients behind.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, get_args
 
@@ -54,20 +55,24 @@ class LossConfig:
     def __post_init__(self):
         if not 0 <= self.clip_low <= 1:
             raise ValueError(f"clip_low is {self.clip_low}; it must be in [0, 1]")
-        if self.clip_high < 0:
+        if not self.clip_high >= 0:
             raise ValueError(f"clip_high is {self.clip_high}; it must not be negative")
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+        if self.dual_clip is not None and not self.dual_clip > 1 + self.clip_high:
             raise ValueError(
                 f"dual_clip is {self.dual_clip}; it must exceed 1 + clip_high, or be None for off"
             )
-        if self.importance_cap is not None and self.importance_cap <= 0:
+        if self.importance_cap is not None and not self.importance_cap > 0:
             raise ValueError(
                 f"importance_cap is {self.importance_cap}; it must be positive, or None for off"
             )
         if self.kl not in get_args(KLEstimator):
             raise ValueError(f"kl is {self.kl!r}; use one of {', '.join(get_args(KLEstimator))}")
-        if self.kl_coefficient < 0:
-            raise ValueError(f"kl_coefficient is {self.kl_coefficient}; it must not be negative")
+        if not 0 <= self.kl_coefficient < math.inf:
+            raise ValueError(
+                f"kl_coefficient is {self.kl_coefficient}; it must be finite and not negative"
+            )
+        if not math.isfinite(self.entropy_coefficient):
+            raise ValueError(f"entropy_coefficient is {self.entropy_coefficient}; not finite")
 
     @property
     def needs_reference(self) -> bool:

@@ -28,6 +28,8 @@ from rlds_jax.models import qwen3, weights
 from rlds_jax.models.config import ModelConfig
 from rlds_jax.rollouts.chat import ChatFormat
 
+SAVE_DTYPES = ("bfloat16", "float16", "float32")
+
 Rows = list[list[TokenSequence]]
 
 
@@ -43,13 +45,20 @@ class FineTuning:
       workdir: created if absent.
 
     Raises:
-      OSError: a file of the config cannot be read.
+      OSError: a file of the config cannot be read, or the workdir not made.
       ValueError: the config or the data does not hold; the message names the field or the line.
     """
 
     def __init__(self, config: ConfigDict, workdir: Path):
         self.workdir = workdir
         self.config = config
+        if config.epochs < 1 or config.seed < 0:
+            raise ValueError(
+                f"config.epochs is {config.epochs} and config.seed {config.seed}; they must be at "
+                "least 1 and 0"
+            )
+        if config.save_dtype not in SAVE_DTYPES:
+            raise ValueError(f"config.save_dtype is {config.save_dtype!r}; use {SAVE_DTYPES}")
         self.layout = BatchLayout(**config.batch)
         self.tokenizer = Path(config.tokenizer or config.init or "")
         if not (config.tokenizer or config.init):
@@ -59,6 +68,7 @@ class FineTuning:
         self.validation = self._read("validation") if config.validation else []
         self.model, params = self._initialise()
         self._check_vocabulary()
+        workdir.mkdir(parents=True, exist_ok=True)
 
         rows = self.layout.rows * self.layout.max_micro
         self.steps = config.epochs * -(-len(self.train) // rows)

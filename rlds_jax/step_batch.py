@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import get_args
 
@@ -48,9 +49,9 @@ class UpdateConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("reflect_coefficient", "retry_coefficient", "max_pairs"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
-                    f"training.{name} is {getattr(self, name)}; it must not be negative"
+                    f"training.{name} is {getattr(self, name)}; it must be finite and not negative"
                 )
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(

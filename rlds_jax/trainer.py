@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import inspect
 import math
 import time
 from collections.abc import Sequence
@@ -46,13 +47,17 @@ def make_task(config: ConfigDict) -> Task:
     """Calls `config.factory` ("module:callable") with `config.options`.
 
     Raises:
-      ValueError: the factory cannot be found.
+      ValueError: the factory cannot be found, or does not take the options.
     """
     module, _, name = config.factory.partition(":")
     try:
         factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"task.factory {config.factory!r} cannot be found: {error}") from error
+    try:
+        inspect.signature(factory).bind(**config.options)
+    except TypeError as error:
+        raise ValueError(f"task.options do not fit {config.factory}: {error}") from error
     return factory(**config.options)
 
 
@@ -98,6 +103,9 @@ class Trainer:
     def __init__(self, config: ConfigDict, workdir: Path):
         self.config = config
         self.workdir = workdir
+        for name in ("seed", "steps"):
+            if config[name] < 0:
+                raise ValueError(f"{name} is {config[name]}; it must not be negative")
         self.rollout = RolloutConfig(**config.rollout)
         self.advantage = advantages.AdvantageConfig(**config.advantage)
         rows = config.prompts_per_step * (self.rollout.group_size + self.rollout.retry_budget)
@@ -156,6 +164,7 @@ class Trainer:
         """
         started = time.perf_counter()
         groups, metrics = self.rollouts(step)
+        self._record_rollouts(step, groups)
         trained = without_guidance_everywhere(groups) if self.settings.clean_retries else groups
         rows = [t for group in trained for t in group.trajectories]
         phi = [[subtask.weight for subtask in self.task.subtasks]] * len(rows)
@@ -166,7 +175,7 @@ class Trainer:
         metrics |= self.sync(step + 1)
         metrics |= self.engine.metrics()
         metrics |= self._performance(groups, time.perf_counter() - started, metrics)
-        self._record(step, groups, metrics)
+        self._report(step, metrics)
         return metrics
 
     def rollouts(self, step: int) -> tuple[list[GroupResult], dict[str, float]]:
@@ -229,8 +238,17 @@ class Trainer:
         utilisation = mfu(train_flops(self.model, lengths), metrics["timing_s/update"])
         return named if utilisation is None else named | {"perf/mfu": utilisation}
 
-    def _record(self, step: int, groups: Sequence[GroupResult], metrics: dict[str, float]) -> None:
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
         self.log.scalars(step, metrics)
+        self.log.progress(metrics)
+        if metrics.get("sdae/fallback_group_rate") == 1:
+            self.log.say(
+                f"step {step}: no group had enough grades, so all fell back to GRPO; "
+                "grader/ungraded/* in TensorBoard says why"
+            )
+
+    def _record_rollouts(self, step: int, groups: Sequence[GroupResult]) -> None:
+        """Logs the rollouts; called before anything that follows them can fail."""
         self.log.rollouts(
             step,
             (
@@ -239,12 +257,6 @@ class Trainer:
                 for trajectory in group.trajectories
             ),
         )
-        self.log.progress(metrics)
-        if metrics.get("sdae/fallback_group_rate") == 1:
-            self.log.say(
-                f"step {step}: no group had enough grades, so all fell back to GRPO; "
-                "grader/ungraded/* in TensorBoard says why"
-            )
 
 
 def check_lengths(rollout: RolloutConfig, max_context: int, row_length: int) -> None:

@@ -47,7 +47,7 @@ def read(path: str | Path) -> Iterator[Transcript]:
       OSError: the file cannot be read.
       ValueError: naming file, line and field.
     """
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _parse(line, f"{path}:{number}")
@@ -69,10 +69,10 @@ def tokenise(transcript: Transcript, chat: ChatFormat) -> TokenSequence:
     return nll_sequence((transcript.where,), ids, learned.astype(np.float32))
 
 
-def _parse(line: str, where: str) -> Transcript:
+def _parse(line: bytes, where: str) -> Transcript:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a line must be a JSON object")

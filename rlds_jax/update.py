@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import flax.struct
 import jax
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 from rlds_jax import losses, sharding
 from rlds_jax.batch import CHANNELS, Batch, Leaf
 from rlds_jax.models import qwen3
+from rlds_jax.models.attention import Implementation
 from rlds_jax.models.config import ModelConfig
 
 
@@ -33,7 +35,7 @@ class OptimizerConfig:
       clip_norm: global norm the gradient is clipped to.
 
     Raises:
-      ValueError: the schedule is unknown, or cosine lacks `total_steps`.
+      ValueError: naming the field that is out of range; or cosine lacks `total_steps`.
     """
 
     learning_rate: float = 1e-6
@@ -47,12 +49,23 @@ class OptimizerConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
+        for name, holds, allowed in (
+            ("learning_rate", 0 <= self.learning_rate < math.inf, "finite and not negative"),
+            ("b1", 0 <= self.b1 < 1, "in [0, 1)"),
+            ("b2", 0 <= self.b2 < 1, "in [0, 1)"),
+            ("eps", 0 < self.eps < math.inf, "positive and finite"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "finite and not negative"),
+            ("clip_norm", self.clip_norm > 0, "positive"),
+            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
+        ):
+            if not holds:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must be {allowed}")
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule is {self.schedule!r}; use constant or cosine")
         if self.schedule == "cosine" and (self.total_steps or 0) <= self.warmup_steps:
             raise ValueError(
-                f"the cosine schedule takes {self.total_steps} steps, optimizer.warmup_steps is "
-                f"{self.warmup_steps}; lower it or train for more steps"
+                f"the cosine schedule needs optimizer.total_steps ({self.total_steps}) above "
+                f"warmup_steps ({self.warmup_steps}); lower that or train for more steps"
             )
 
 
@@ -65,12 +78,23 @@ class ComputeConfig:
       remat: see `qwen3.hidden_states`.
       attention: see models/attention.py.
       logprob_chunk: tokens whose logits exist at once.
+
+    Raises:
+      ValueError: naming the field that is out of range.
     """
 
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: qwen3.Remat = "none"
-    attention: str = "auto"
+    attention: Implementation = "auto"
     logprob_chunk: int = 512
+
+    def __post_init__(self):
+        for name, annotation in get_type_hints(ComputeConfig).items():
+            value, allowed = getattr(self, name), get_args(annotation)
+            if allowed and value not in allowed:
+                raise ValueError(f"compute.{name} is {value!r}; use one of {allowed}")
+        if self.logprob_chunk < 1:
+            raise ValueError(f"compute.logprob_chunk is {self.logprob_chunk}; at least 1")
 
 
 @flax.struct.dataclass

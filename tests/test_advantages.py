@@ -261,3 +261,29 @@ class GrpoTest(chex.TestCase):
             rewards = np.full(9, reward)
             zeros = np.zeros(9, int)
             assert not np.any(run(rewards, zeros, zeros[:, None], zeros).row)
+
+
+def test_more_turns_than_expected_compile_anew():
+    configs = (advantages.AdvantageConfig(num_turns=turns) for turns in (2, None))
+    few, enough = (advantages.estimate(family(), WEIGHTS, "rlds", config) for config in configs)
+    chex.assert_trees_all_equal(few.token, enough.token)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kernel_sigma", 0.0),
+        ("kernel_sigma", float("nan")),
+        ("min_graded_fraction", -0.5),
+        ("negative_rewards", "drop"),
+        ("kernel_norm", "none"),
+        ("eps", 0.0),
+        ("retry_mask", "none"),
+        ("num_turns", 0),
+        ("min_rows", 0),
+        ("min_tokens", 0),
+    ],
+)
+def test_bad_options_are_named_before_any_rollout(field, value):
+    with pytest.raises(ValueError, match=rf"advantage\.{field} is"):
+        advantages.AdvantageConfig(**{field: value})

@@ -300,7 +300,12 @@ def test_unknown_aggregation_is_an_error():
         ("dual_clip", 1.0),
         ("importance_cap", 0.0),
         ("kl", "k4"),
+        ("clip_high", float("nan")),
+        ("dual_clip", float("nan")),
+        ("importance_cap", float("nan")),
         ("kl_coefficient", -1.0),
+        ("kl_coefficient", float("nan")),
+        ("entropy_coefficient", float("inf")),
     ],
 )
 def test_config_names_the_field_out_of_range(field, value):

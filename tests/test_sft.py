@@ -95,6 +95,12 @@ def test_bad_lines_name_file_line_and_field(tmp_path, text, message):
         list(transcripts.read(path))
 
 
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(b"\n\xff\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2: not JSON"):
+        list(transcripts.read(tmp_path / "bad.jsonl"))
+
+
 @pytest.fixture
 def config(tmp_path):
     rng = random.Random(0)
@@ -163,6 +169,9 @@ def test_transcripts_longer_than_a_row_are_dropped_and_counted(config, tmp_path,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"epochs": 0}, r"config\.epochs is 0"),
+        ({"seed": -1}, r"config\.seed -1"),
+        ({"save_dtype": "int8"}, r"config\.save_dtype is 'int8'"),
         ({"train": ""}, r"set config\.train"),
         ({"tokenizer": ""}, r"config\.tokenizer or config\.init"),
         ({"batch": {"row_length": 4}}, "no transcript fits"),
@@ -173,6 +182,12 @@ def test_bad_configs_are_refused(config, tmp_path, change, message):
     config.update(change)
     with pytest.raises(ValueError, match=message):
         sft.FineTuning(config, tmp_path)
+
+
+def test_a_workdir_that_cannot_be_made_is_refused_before_training(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        sft.FineTuning(config, tmp_path / "file")
 
 
 def test_the_command_reports_bad_input_in_one_line(tmp_path):

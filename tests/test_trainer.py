@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import frozenlake
+from rlds_jax.batch import BatchError, BatchLayout
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.frozenlake import SUBTASKS
 from rlds_jax.trainer import NonfiniteUpdates, Trainer, make_task, step_items
@@ -74,6 +75,22 @@ def test_a_missing_task_factory_is_named():
     config.task.factory = "rlds_jax.tasks.frozenlake:NoSuchTask"
     with pytest.raises(ValueError, match=r"task\.factory.*NoSuchTask"):
         make_task(config.task)
+
+
+def test_task_options_that_do_not_fit_are_named():
+    config = frozenlake.get_config()
+    with config.unlocked():
+        config.task.options.wind = 1
+    with pytest.raises(ValueError, match=r"task\.options.*wind"):
+        make_task(config.task)
+
+
+@pytest.mark.parametrize("field", ["seed", "steps"])
+def test_a_negative_number_is_named(field, tmp_path):
+    config = frozenlake.get_config("tiny")
+    config[field] = -1
+    with pytest.raises(ValueError, match=f"{field} is -1"):
+        Trainer(config, tmp_path)
 
 
 @pytest.mark.parametrize("condition", ["rlds", "base_reflection", "rlvr"])
@@ -153,3 +170,11 @@ def test_retries_can_be_trained_without_their_guidance(start):
     second = start(tiny(clean_retries=True), "clean").step(0)
     assert first["retry/count"] == second["retry/count"] > 0
     assert first["rollout_corr/logprob_diff_max"] < 1e-3 < second["rollout_corr/logprob_diff_max"]
+
+
+def test_rollouts_are_on_disk_when_the_update_fails(start, tmp_path):
+    run = start(tiny())
+    run.layout = BatchLayout(rows=1, row_length=run.layout.row_length, max_micro=1)
+    with pytest.raises(BatchError, match="max_micro"):
+        run.step(0)
+    assert (tmp_path / "run" / "rollouts.jsonl").read_text().count("\n") > 0

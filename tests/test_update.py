@@ -314,3 +314,30 @@ def test_schedules():
 def test_bad_schedules_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         update.OptimizerConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", float("nan")),
+        ("learning_rate", -1.0),
+        ("b1", 1.0),
+        ("b2", -0.1),
+        ("eps", 0.0),
+        ("weight_decay", float("inf")),
+        ("clip_norm", 0.0),
+        ("warmup_steps", -1),
+    ],
+)
+def test_bad_optimizers_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"optimizer\.{field} is"):
+        update.OptimizerConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "int8"), ("remat", "some"), ("attention", "flash"), ("logprob_chunk", 0)],
+)
+def test_bad_compute_settings_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"compute\.{field} is"):
+        update.ComputeConfig(**{field: value})

@@ -7,14 +7,18 @@ Every implementation takes queries [B, L, H, hd], keys and values [B, L, KV, hd]
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+Implementation = Literal["auto", "dense", "blockwise"]
+
 MASKED = -1e30  # finite: a block without any allowed pair gives no NaN
 
 
-def attend(q, k, v, segment_ids, *, implementation: str = "auto"):
+def attend(q, k, v, segment_ids, *, implementation: Implementation = "auto"):
     """Attention by name: "dense", "blockwise", or "auto" (DESIGN "Models").
 
     Raises:

@@ -6,6 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -16,6 +27,9 @@ class ModelConfig:
       attention_bias: bias on the q, k, v projections (Qwen2.5).
       tie_embeddings: the unembedding is the embedding.
       max_positions: longest sequence the checkpoint claims to support.
+
+    Raises:
+      ValueError: naming the field that does not hold.
     """
 
     vocab_size: int
@@ -33,6 +47,12 @@ class ModelConfig:
     max_positions: int = 32768
 
     def __post_init__(self):
+        for name in _SIZES:
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"model.{name} is {size!r}; it must be a positive integer")
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim is {self.head_dim}; rotary positions need it even")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -43,7 +63,7 @@ class ModelConfig:
         """Reads the fields of a transformers config.json.
 
         Raises:
-          ValueError: the model type is not supported, or a field is missing.
+          ValueError: the model type is not supported, or a field is missing or of a wrong kind.
         """
         model_type = hf.get("model_type")
         if model_type not in ("qwen3", "qwen2", "llama"):
@@ -56,6 +76,8 @@ class ModelConfig:
         if rope_type != "default":
             raise ValueError(f"config.json: rope_type {rope_type!r} is not supported; only default")
         theta = hf.get("rope_theta", rope.get("rope_theta"))
+        if theta is None:
+            raise ValueError("config.json: field 'rope_theta' is missing")
         if hf.get("use_sliding_window"):
             raise ValueError("config.json: use_sliding_window is not supported; set it to false")
         for field in ("attention_bias", "mlp_bias"):
@@ -75,7 +97,7 @@ class ModelConfig:
                 num_heads=heads,
                 num_kv_heads=hf.get("num_key_value_heads", heads),
                 head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-                rope_theta=float({"rope_theta": theta}["rope_theta"]),
+                rope_theta=float(theta),
                 tie_embeddings=hf.get("tie_word_embeddings", False),
                 rms_norm_eps=hf["rms_norm_eps"],
                 qk_norm=model_type == "qwen3",
@@ -84,8 +106,8 @@ class ModelConfig:
             )
         except KeyError as error:
             raise ValueError(f"config.json: field {error} is missing") from error
-        except TypeError as error:
-            raise ValueError("config.json: field 'rope_theta' is missing") from error
+        except (TypeError, ZeroDivisionError) as error:
+            raise ValueError(f"config.json: a field is of a wrong kind: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of a transformers config.json; the inverse of `from_hf`.

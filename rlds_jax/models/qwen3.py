@@ -221,7 +221,7 @@ def hidden_states(
     *,
     compute_dtype=jnp.float32,
     remat: Remat = "none",
-    attention: str = "auto",
+    attention: attention_lib.Implementation = "auto",
 ):
     """The decoder over packed rows.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +40,12 @@ def load_config(directory: str | Path) -> ModelConfig:
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: the architecture is not supported.
+      ValueError: the file is damaged, or the architecture is not supported.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; expected a Hugging Face model directory")
-    return ModelConfig.from_hf(json.loads(path.read_text()))
+    return ModelConfig.from_hf(_read_object(path))
 
 
 def load(directory: str | Path, dtype=jnp.float32) -> tuple[ModelConfig, Params]:
@@ -54,14 +55,17 @@ def load(directory: str | Path, dtype=jnp.float32) -> tuple[ModelConfig, Params]
 
     Raises:
       FileNotFoundError: no config.json or no safetensors file.
-      ValueError: tensors are missing, unexpected or of another shape; all are named.
+      ValueError: a file is damaged, or tensors are missing, unexpected or of another shape; all
+        are named.
     """
     directory = Path(directory)
     config = load_config(directory)
     table = parameter_table(config)
     where = _tensor_files(directory)
-    files = {name: safetensors.safe_open(name, "np") for name in set(where.values())}
-    _check(config, table, {name: files[file] for name, file in where.items()}, directory)
+    files = {path: _open(path) for path in set(where.values())}
+    held = {path: set(file.keys()) for path, file in files.items()}
+    found = {name: files[path] for name, path in where.items() if name in held[path]}
+    _check(config, table, found, directory)
 
     def tensor(name: str, parameter: Parameter) -> np.ndarray:
         own = parameter.shape[1:] if parameter.stacked else parameter.shape
@@ -147,13 +151,31 @@ def _hf_names(parameter: Parameter) -> list[str]:
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """The file that holds each tensor."""
     if (directory / INDEX).is_file():
-        weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
-        return {name: directory / file for name, file in weight_map.items()}
+        weight_map = _read_object(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{directory / INDEX}: 'weight_map' must be an object")
+        return {name: directory / str(file) for name, file in weight_map.items()}
     single = directory / SINGLE
     if not single.is_file():
         raise FileNotFoundError(f"{directory} holds neither {INDEX} nor {SINGLE}")
-    with safetensors.safe_open(single, "np") as file:
-        return dict.fromkeys(file.keys(), single)
+    return dict.fromkeys(_open(single).keys(), single)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value
+
+
+def _open(path: Path) -> safetensors.safe_open:
+    try:
+        return safetensors.safe_open(path, "np")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def _check(config: ModelConfig, table: dict[str, Parameter], found: dict, directory: Path) -> None:

@@ -101,22 +101,31 @@ class ChatFormat:
     def from_directory(
         cls, directory: str | os.PathLike, observation_roles: Sequence[Role] = ("user", "tool")
     ) -> ChatFormat:
-        """Reads tokenizer.json, tokenizer_config.json and the chat template of an HF directory."""
+        """Reads tokenizer.json, tokenizer_config.json and the chat template of an HF directory.
+
+        Raises:
+          ChatTemplateError: a file is absent or damaged, and whatever the constructor refuses.
+        """
         if not Path(directory, "tokenizer.json").is_file():
             raise ChatTemplateError(f"{directory} holds no tokenizer.json; give an HF directory")
         # Not AutoTokenizer: it imports torch where that is installed.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(os.fspath(directory))
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(os.fspath(directory))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ChatTemplateError(
+                f"tokenizer.json or tokenizer_config.json in {directory} is damaged: {error!r}"
+            ) from error
         return cls(tokenizer, observation_roles)
 
     # Text to ids.
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of outside text; nothing in it becomes an added token.
+        """Ids of outside text; nothing in it becomes an added token, lone surrogates become U+FFFD.
 
         Raises:
           ChatTemplateError: the tokenizer's own vocabulary spells an added token in this text.
         """
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = self._plain.encode(_well_formed(text), add_special_tokens=False).ids
         if self._spelled and not self._spelled.isdisjoint(ids):
             names = [self._added[id] for id in self._spelled.intersection(ids)]
             raise ChatTemplateError(
@@ -127,7 +136,7 @@ class ChatFormat:
 
     def encode_assistant(self, text: str) -> list[int]:
         """Ids of a demonstrated assistant turn: "<tool_call>" and the like are tokens in it."""
-        return self._full.encode(text, add_special_tokens=False).ids
+        return self._full.encode(_well_formed(text), add_special_tokens=False).ids
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         """Ids of a conversation up to the first sampled token, generation header included."""
@@ -220,7 +229,7 @@ class ChatFormat:
                 add_generation_prompt=generation,
                 tokenize=False,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError) as error:
             roles = [m["role"] for m in messages]
             raise ChatTemplateError(
                 f"the chat template refuses a conversation of {roles}: {error}"
@@ -342,6 +351,11 @@ def _conversation(answer: str) -> list[Message]:
         {"role": "user", "content": "the question"},
         {"role": "assistant", "content": answer},
     ]
+
+
+def _well_formed(text: str) -> str:
+    """The text with surrogates joined where they pair and replaced where they do not."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 Condition = Literal["rlvr", "base_reflection", "rlds"]
@@ -75,10 +76,12 @@ class RolloutConfig:
         _require(0 < self.retry_fraction <= 1, "retry_fraction", self.retry_fraction, "in (0, 1]")
         turn = self.max_turn_tokens
         _require(turn is None or turn >= 1, "max_turn_tokens", turn, "None or at least 1")
-        _require(self.temperature > 0, "temperature", self.temperature, "above 0")
+        finite = 0 < self.temperature < math.inf
+        _require(finite, "temperature", self.temperature, "above 0 and finite")
         for name in ("grader_temperature", "reflector_temperature"):
             value = getattr(self, name)
-            _require(value is None or value > 0, name, value, "None or above 0")
+            holds = value is None or 0 < value < math.inf
+            _require(holds, name, value, "None, or above 0 and finite")
         if not self.two_pass and self.condition == "rlds":
             raise ValueError("rollout.two_pass=False gives rlds no grades; use base_reflection")
         if self.grade_retries and self.condition == "base_reflection" and not self.two_pass:

@@ -51,7 +51,7 @@ _ENDINGS = {
     "max_turns": f"No turns left, and the {GOAL} tile, the goal, was not reached. You lost.",
 }
 
-_ACTION = re.compile(rf"<action>\s*({'|'.join(STEPS)})\s*</action>", re.IGNORECASE)
+_ACTION = re.compile(rf"<action>\s*({'|'.join(STEPS)})\s*</action>", re.IGNORECASE | re.ASCII)
 _MAX_DRAWS = 10_000
 
 
@@ -281,6 +281,9 @@ class FrozenLake:
     tools: ClassVar[tuple[dict[str, Any], ...]] = ()
 
     def __post_init__(self):
+        for field in ("size", "frozen"):
+            if len(getattr(self, field)) != 2:
+                raise ValueError(f"{field} must be two numbers, got {getattr(self, field)}")
         if not 2 <= self.size[0] <= self.size[1]:
             raise ValueError(f"size must be 2 <= smallest <= largest, got {self.size}")
         if not 0 < self.frozen[0] <= self.frozen[1] <= 1:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-_BLOCK = re.compile(r"<think>(?:(?!<think>).)*?(?:</think>|\Z)", re.IGNORECASE | re.DOTALL)
-_CLOSE = re.compile(r"</think>", re.IGNORECASE)
+_TAG = re.compile(r"<(/?)think>", re.IGNORECASE | re.ASCII)
 
 
 def outside_think(text: str) -> str:
@@ -14,6 +13,16 @@ def outside_think(text: str) -> str:
     A block left open runs to the end of the text; one that was opened before the text (some
     templates open it in the prompt) runs from its beginning.
     """
-    while (stripped := _BLOCK.sub("", text)) != text:
-        text = stripped
-    return _CLOSE.split(text)[-1]
+    outside: list[str] = []
+    depth, start = 0, 0
+    for tag in _TAG.finditer(text):
+        if not depth:
+            outside.append(text[start : tag.start()])
+        start = tag.end()
+        if not tag.group(1):
+            depth += 1
+        elif depth:
+            depth -= 1
+        else:
+            outside.clear()
+    return "".join(outside) + ("" if depth else text[start:])

@@ -118,6 +118,10 @@ def test_missing_files_are_named(directory):
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": "24"}, "hidden_size is '24'"),
+        ({"num_attention_heads": 0}, "num_heads is 0"),
+        ({"num_attention_heads": 0, "head_dim": None}, "wrong kind"),
+        ({"head_dim": 7}, "head_dim is 7"),
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
     ],
 )
@@ -126,6 +130,41 @@ def test_unsupported_architectures_are_refused(directory, change, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=message):
         weights.load_config(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b"\xff"),
+        ("config.json", b"[]"),
+        (weights.SINGLE, b""),
+        (weights.SINGLE, b"\x08" + bytes(7) + b"{}      rest"),
+        (weights.INDEX, b"{}"),
+        (weights.INDEX, b"not json"),
+        (weights.INDEX, b'{"weight_map": ["a"]}'),
+    ],
+)
+def test_a_damaged_file_is_named(directory, name, content):
+    (directory / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        weights.load(directory)
+
+
+def test_a_truncated_file_is_named(directory):
+    path = directory / weights.SINGLE
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        weights.load(directory)
+
+
+def test_a_tensor_that_its_shard_lacks_is_missing(directory):
+    names = [*load_file(directory / weights.SINGLE)]
+    edit(directory, lambda tensors: tensors.pop(names[0]))
+    index = {"weight_map": dict.fromkeys(names, weights.SINGLE)}
+    (directory / weights.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"missing: {names[0]}"):
+        weights.load(directory)
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "rms_norm_eps", "max_position_embeddings"])

@@ -236,3 +236,35 @@ def test_tokenizer_whose_merges_spell_an_added_token_is_refused():
     tokenizer = build_tokenizer(corpus=["<|im_end|>"] * 50, use_regex=False)
     with pytest.raises(ChatTemplateError, match=r"im_end.*in its model vocabulary"):
         ChatFormat(tokenizer)
+
+
+@pytest.mark.parametrize("encode", [CHAT.encode_text, CHAT.encode_assistant])
+def test_lone_surrogates_are_replaced_and_pairs_joined(encode):
+    assert encode("a\ud800b") == encode("a\ufffdb")
+    assert encode("\ud83d\ude00") == encode("\U0001f600")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages + 1 }}", "{{ 1 / 0 }}", '{{ "%d" % "a" }}', '{% include "x" %}']
+)
+def test_a_template_that_fails_in_any_way_is_refused(template):
+    with pytest.raises(ChatTemplateError, match="refuses a conversation"):
+        ChatFormat(build_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", b"["),
+        ("tokenizer_config.json", b"[]"),
+    ],
+)
+def test_a_damaged_tokenizer_directory_is_named(tmp_path, name, content):
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ChatTemplateError, match="is damaged"):
+        ChatFormat.from_directory(tmp_path)

@@ -20,6 +20,7 @@ from rlds_jax.rollouts.config import RolloutConfig
         ({"max_guidance_tokens": 0}, "max_guidance_tokens"),
         ({"max_environments": 0}, "max_environments"),
         ({"temperature": 0.0}, "rollout.temperature is 0.0; it must be above 0"),
+        ({"temperature": float("inf")}, "temperature"),
         ({"grader_temperature": -1.0}, "grader_temperature"),
         ({"reflector_temperature": 0.0}, "reflector_temperature"),
         ({"env_error": "ignore"}, "env_error"),

@@ -213,6 +213,7 @@ def test_metrics_count_edges_and_invalid_actions():
         ("<think>cut <action>Up</action>", None),
         ("thought</think><action>Up</action>", "Up"),
         ("<action>Up</action", None),
+        ("<action>R\u0131ght</action>", None),  # a dotless i, which case folds to an ASCII one
         ("<action>Up Down</action>", None),
         ("<action></action>", None),
         ("Up", None),
@@ -311,6 +312,7 @@ def test_an_item_without_a_board_is_refused():
     "options",
     [
         {"size": (1, 4)},
+        {"size": (4,)},
         {"size": (6, 5)},
         {"frozen": (0.9, 0.8)},
         {"min_path": 5, "max_path": 4},

@@ -13,6 +13,7 @@ import atexit
 import collections
 import concurrent.futures
 import dataclasses
+import operator
 import queue
 import sys
 import threading
@@ -30,6 +31,8 @@ from rlds_jax.rollouts.engines.base import Completion, PromptTooLong
 from rlds_jax.rollouts.engines.batcher import MAX_STOP_IDS, Batcher, Request
 from rlds_jax.rollouts.engines.constrained import Grammar
 from rlds_jax.rollouts.engines.meter import Meter
+
+_FLOAT = np.finfo(np.float32)
 
 
 class EngineStopped(RuntimeError):
@@ -152,11 +155,15 @@ class LocalEngine:
         Raises:
           PromptTooLong: prompt and completion exceed `max_context`.
           ValueError: an argument is out of range, or json_schema is given without a tokenizer.
+          TypeError: an argument is no number where one is due.
           FloatingPointError: the weights gave a logprob that is not finite.
           EngineStopped: the engine is closed or has failed.
         """
         future: concurrent.futures.Future[Completion] = concurrent.futures.Future()
-        tokens = np.asarray(prompt_ids, np.int64)
+        tokens = np.asarray(prompt_ids)
+        max_tokens, seed = operator.index(max_tokens), operator.index(seed)
+        temperature = float(temperature)
+        stop_ids = tuple(dict.fromkeys(map(operator.index, stop_ids)))
         self._check_request(tokens, max_tokens, temperature, stop_ids, seed)
         matcher = None
         if json_schema is not None:
@@ -170,7 +177,7 @@ class LocalEngine:
             prompt_length=len(tokens),
             max_tokens=max_tokens,
             temperature=temperature,
-            stop_ids=tuple(stop_ids),
+            stop_ids=stop_ids,
             seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
             matcher=matcher,
             future=future,
@@ -225,14 +232,20 @@ class LocalEngine:
     def _check_request(self, tokens, max_tokens, temperature, stop_ids, seed) -> None:
         if tokens.ndim != 1 or not len(tokens):
             raise ValueError("prompt_ids must be a non-empty list of ids")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise TypeError(f"prompt_ids must be integers, got {tokens.dtype}")
         if tokens.min() < 0 or tokens.max() >= self._config.vocab_size:
             raise ValueError(f"prompt_ids must lie in 0..{self._config.vocab_size - 1}")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and at least 0, got {temperature}")
+        if temperature and not _FLOAT.tiny <= temperature <= _FLOAT.max:
+            raise ValueError(
+                f"temperature must be 0 or a positive normal float32 number, got {temperature}"
+            )
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"at most {MAX_STOP_IDS} stop_ids, got {len(stop_ids)}")
+        if not all(0 <= id < 2**31 for id in stop_ids):
+            raise ValueError(f"stop_ids must be token ids, got {stop_ids}")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must lie in 0..2**64 - 1, got {seed}")
         if len(tokens) + max_tokens > self._max_context:

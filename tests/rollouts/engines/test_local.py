@@ -484,6 +484,10 @@ def test_long_prompts_are_refused(shared):
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"temperature": -0.1}, "temperature"),
         ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"temperature": 1e-40}, "temperature"),
+        ([1], {"temperature": 1e300}, "temperature"),
+        ([1], {"stop_ids": (2**40,)}, "stop_ids"),
+        ([1], {"stop_ids": (-1,)}, "stop_ids"),
         ([1], {"seed": -1}, "seed"),
         ([1], {"stop_ids": range(9)}, "stop_ids"),
         ([1], {"json_schema": {}}, "tokenizer"),
@@ -492,6 +496,28 @@ def test_long_prompts_are_refused(shared):
 def test_bad_requests_are_refused(shared, ids, options, message):
     with pytest.raises(ValueError, match=message):
         asyncio.run(sample(shared, ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("ids", "options"),
+    [
+        ([1.5], {}),
+        ([1], {"max_tokens": 2.5}),
+        ([1], {"seed": 0.5}),
+        ([1], {"stop_ids": ("a",)}),
+    ],
+)
+def test_a_request_of_wrong_types_leaves_the_worker_alive(shared, ids, options):
+    with pytest.raises(TypeError):
+        asyncio.run(sample(shared, ids, **options))
+    assert len(asyncio.run(sample(shared, [1], max_tokens=1)).ids) == 1
+
+
+def test_numpy_scalars_are_numbers(shared):
+    plain = asyncio.run(sample(shared, [1], seed=5, max_tokens=3))
+    options = {"seed": np.int32(5), "max_tokens": np.int64(3), "stop_ids": np.array([7, 7] * 5)}
+    same = asyncio.run(sample(shared, np.array([1]), **options))
+    np.testing.assert_array_equal(plain.ids, same.ids)
 
 
 @pytest.mark.parametrize(
