@@ -13,6 +13,7 @@ from rlds_jax.losses import LossConfig
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.step_batch import UpdateConfig
 from rlds_jax.update import ComputeConfig, OptimizerConfig
+from rlds_jax.validation import ValidationConfig
 
 CONDITIONS = ("rlds", "base_reflection", "rlvr")
 
@@ -76,6 +77,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.loss = section(LossConfig)
     config.training = section(UpdateConfig)
     config.optimizer = section(OptimizerConfig)
+    config.validation = section(ValidationConfig)
 
     config.compute = section(ComputeConfig, dtype="bfloat16", remat="full")
     config.mesh = ConfigDict()

@@ -17,6 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from rlds_jax.models.config import ModelConfig
+from rlds_jax.validation import Validation
 
 # Dense bf16 peak of one device, FLOP/s, by a part of jax's device_kind.
 PEAK_FLOPS = {
@@ -82,7 +83,7 @@ class Scalars:
 
 
 class RunLog:
-    """TensorBoard scalars, `rollouts.jsonl` and a progress bar for one workdir.
+    """TensorBoard, `rollouts.jsonl`, `validation.jsonl` and a progress bar for one workdir.
 
     Args:
       workdir: created if absent.
@@ -101,6 +102,7 @@ class RunLog:
         (workdir / "config.json").write_text(config.to_json(indent=1) + "\n")
         self._scalars = Scalars(workdir / "tensorboard")
         self._rollouts = path.open("x")
+        self._validations = (workdir / "validation.jsonl").open("x")
         self._bar = tqdm.tqdm(total=config.steps, unit="step", dynamic_ncols=True)
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -112,6 +114,16 @@ class RunLog:
         for record in records:
             self._rollouts.write(json.dumps({"step": step, **record}) + "\n")
         self._rollouts.flush()
+
+    def validation(
+        self, step: int, task: str, outcome: Validation, seconds: Mapping[str, float]
+    ) -> None:
+        """Logs a validation: scalars, one JSON line with the reward of every item, and a line."""
+        self.scalars(step, {**outcome.metrics(task), **seconds})
+        self._validations.write(json.dumps(outcome.record(step)) + "\n")
+        self._validations.flush()
+        mean, low, high, n = outcome.reward
+        self.say(f"validation at step {step}: reward {mean:.3f} [{low:.3f}, {high:.3f}], n = {n}")
 
     def progress(self, metrics: Mapping[str, float]) -> None:
         """Advances the bar by one step; tqdm adds the estimated time left."""
@@ -131,4 +143,5 @@ class RunLog:
     def close(self) -> None:
         self._bar.close()
         self._rollouts.close()
+        self._validations.close()
         self._scalars.close()

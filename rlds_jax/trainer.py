@@ -37,6 +37,7 @@ from rlds_jax.step_batch import (
     without_guidance_everywhere,
 )
 from rlds_jax.tasks.base import Item, Task
+from rlds_jax.validation import Validation, ValidationConfig, validate, validation_items
 
 
 class NonfiniteUpdates(RuntimeError):
@@ -64,6 +65,9 @@ def make_task(config: ConfigDict) -> Task:
 def step_items(items: Sequence[Item], step: int, per_step: int, seed: int) -> list[Item]:
     """The items of a step: a seeded shuffle per epoch, the last partial batch dropped.
 
+    Args:
+      step: from 1.
+
     Raises:
       ValueError: a step asks for more items than there are.
     """
@@ -71,7 +75,7 @@ def step_items(items: Sequence[Item], step: int, per_step: int, seed: int) -> li
         raise ValueError(
             f"prompts_per_step is {per_step}; it must be in 1..{len(items)}, the training items"
         )
-    epoch, index = divmod(step, len(items) // per_step)
+    epoch, index = divmod(step - 1, len(items) // per_step)
     order = np.random.default_rng((seed, epoch)).permutation(len(items))
     return [items[i] for i in order[index * per_step : (index + 1) * per_step]]
 
@@ -115,6 +119,7 @@ class Trainer:
             min_tokens=max(self.advantage.min_tokens, config.batch.row_length),
         )
         self.settings = UpdateConfig(**config.training)
+        self.validation = ValidationConfig(**config.validation)
         self.layout = BatchLayout(**config.batch)
         self.loss = LossConfig(**config.loss)
         compute = update.ComputeConfig(**config.compute)
@@ -123,7 +128,8 @@ class Trainer:
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
         self.task = make_task(config.task)
         self.train_items = self.task.items("train")
-        step_items(self.train_items, 0, config.prompts_per_step, config.seed)
+        step_items(self.train_items, 1, config.prompts_per_step, config.seed)
+        self.validation_items = validation_items(self.task, self.validation)
 
         self.source = hub.local_directory(config.model.path)
         self.chat = ChatFormat.from_directory(self.source, (self.task.observation_role,))
@@ -146,10 +152,15 @@ class Trainer:
         self._nonfinite = 0
 
     def run(self) -> None:
-        """Every step from the first to the last; the policy is saved at the end."""
+        """Every step from the first to the last, and validations between them.
+
+        Step n is the n-th; validation at step n is of the policy after n steps, 0 of the untrained.
+        """
         self.log.say("The first step compiles and takes longer than the others.")
-        for step in range(self.config.steps):
+        self.validate_if_due(0)
+        for step in range(1, self.config.steps + 1):
             self.step(step)
+            self.validate_if_due(step)
         weights.save(self.state.params, self.model, self.workdir / "policy", source=self.source)
 
     def close(self) -> None:
@@ -158,6 +169,9 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One training step; returns its metrics, which are logged too.
+
+        Args:
+          step: from 1.
 
         Raises:
           NonfiniteUpdates: too many updates in a row had to be skipped.
@@ -172,7 +186,7 @@ class Trainer:
         batches, pair_metrics = make_batches(trained, estimate, self.settings, self.layout)
         metrics |= estimate.metrics | pair_metrics | share_metrics(self.task, rows, estimate.share)
         metrics |= self.optimise(step, batches)
-        metrics |= self.sync(step + 1)
+        metrics |= self.sync(step)
         metrics |= self.engine.metrics()
         metrics |= self._performance(groups, time.perf_counter() - started, metrics)
         self._report(step, metrics)
@@ -182,11 +196,25 @@ class Trainer:
         """Samples, grades, reflects and retries: 1 to 5 of METHOD section 1."""
         config = self.config
         items = step_items(self.train_items, step, config.prompts_per_step, config.seed)
-        context = RolloutContext(
-            self.task, self.engine, self.chat, self.prompts, self.rollout, config.seed
-        )
+        context = self.rollout_context()
         groups = asyncio.run(run_groups(context, items, step))
         return groups, statistics.rollout_metrics(groups, self.task, context.clock.seconds())
+
+    def rollout_context(self) -> RolloutContext:
+        return RolloutContext(
+            self.task, self.engine, self.chat, self.prompts, self.rollout, self.config.seed
+        )
+
+    def validate_if_due(self, step: int) -> Validation | None:
+        """Scores the policy after `step` steps on the validation items, and logs it."""
+        if not self.validation.due(step, self.config.steps):
+            return None
+        started = time.perf_counter()
+        outcome = validate(self.rollout_context(), self.validation_items, self.validation)
+        self.engine.metrics()  # a training step's are of that step alone
+        seconds = {"timing_s/validation": time.perf_counter() - started}
+        self.log.validation(step, self.task.name, outcome, seconds)
+        return outcome
 
     def optimise(self, step: int, batches: Sequence[Batch]) -> dict[str, float]:
         """The optimizer steps on a step's batches: 7 of METHOD section 1.

@@ -28,6 +28,7 @@ def tiny(arg="", **training):
     config.prompts_per_step = 2
     config.steps = 2
     config.batch.max_micro = 16
+    config.validation.every = 0
     config.training.update(training)
     return config
 
@@ -56,18 +57,18 @@ def copy(tree):
 
 def test_a_step_is_a_slice_of_a_seeded_shuffle():
     items = [Item(str(i), {}) for i in range(10)]
-    epochs = [[step_items(items, 3 * e + s, 3, seed=5) for s in range(3)] for e in range(2)]
+    epochs = [[step_items(items, 3 * e + s, 3, seed=5) for s in (1, 2, 3)] for e in range(2)]
     for epoch in epochs:
         ids = [item.id for step in epoch for item in step]
         assert len(set(ids)) == 9  # the tenth is left out
     assert epochs[0] != epochs[1]
-    assert epochs[0][1] == step_items(items, 1, 3, seed=5) != step_items(items, 1, 3, seed=6)
+    assert epochs[0][1] == step_items(items, 2, 3, seed=5) != step_items(items, 2, 3, seed=6)
 
 
 @pytest.mark.parametrize("per_step", [0, 11])
 def test_a_step_larger_than_the_data_is_refused(per_step):
     with pytest.raises(ValueError, match="prompts_per_step"):
-        step_items([Item("0", {})] * 10, 0, per_step, seed=0)
+        step_items([Item("0", {})] * 10, 1, per_step, seed=0)
 
 
 def test_a_missing_task_factory_is_named():
@@ -97,6 +98,7 @@ def test_a_negative_number_is_named(field, tmp_path):
 def test_two_steps_from_the_command_line(condition, tmp_path):
     command = [sys.executable, "-m", "rlds_jax.train", f"--workdir={tmp_path}"]
     flags = [f"--config=configs/frozenlake.py:tiny,{condition}", "--config.steps=2"]
+    flags += ["--config.validation.items=8"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -113,12 +115,16 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
     for tag in expected:
         assert len(scalars[tag]) == 2, tag
     assert max(scalars["rollout_corr/logprob_diff_max"]) < 1e-3
+    validations = [json.loads(line) for line in (tmp_path / "validation.jsonl").open()]
+    assert [v["step"] for v in validations] == [0, 2]
+    assert scalars["val/frozenlake/reward/mean"] == pytest.approx([v["mean"] for v in validations])
+    assert all(len(v["rewards"]) == 8 for v in validations)
 
     config = frozenlake.get_config(f"tiny,{condition}")
     records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
     originals = [r for r in records if r["parent"] is None]
     assert len(originals) == 2 * config.prompts_per_step * config.rollout.group_size
-    assert {r["step"] for r in records} == {0, 1}
+    assert {r["step"] for r in records} == {1, 2}
     assert any(r["parent"] for r in records) == (condition != "rlvr")
 
     AutoTokenizer.from_pretrained(tmp_path / "policy")
@@ -127,7 +133,7 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
 
 def test_the_same_seed_gives_the_same_run(start):
     runs = [start(tiny(), name) for name in ("a", "b")]
-    for step in range(2):
+    for step in (1, 2):
         first, second = (untimed(run.step(step)) for run in runs)
         assert first == second
     jax.tree.map(np.testing.assert_array_equal, *(copy(run.state.params) for run in runs))
@@ -136,7 +142,7 @@ def test_the_same_seed_gives_the_same_run(start):
 def test_every_metric_is_finite_and_the_policy_moves(start):
     run = start(tiny())
     before = copy(run.state.params)
-    metrics = run.step(0)
+    metrics = run.step(1)
     assert all(math.isfinite(x) for x in metrics.values())
     shares = [metrics[f"subtask/frozenlake/{s.name}/share"] for s in SUBTASKS]
     assert sum(shares) == pytest.approx(1, abs=1e-5)
@@ -148,26 +154,26 @@ def test_a_nonfinite_update_is_skipped_and_several_stop_the_run(start, tmp_path)
     run = start(tiny(max_nonfinite=2))
     run.reference = jax.tree.map(lambda x: x * np.nan, run.reference)
     before = copy(run.state.params)
-    metrics = run.step(0)
+    metrics = run.step(1)
     assert metrics["actor/update_nonfinite"] == 1
     jax.tree.map(np.testing.assert_array_equal, before, copy(run.state.params))
-    with pytest.raises(NonfiniteUpdates, match="nonfinite_batch_step1"):
-        run.step(1)
-    with np.load(tmp_path / "run" / "nonfinite_batch_step1.npz") as dumped:
+    with pytest.raises(NonfiniteUpdates, match="nonfinite_batch_step2"):
+        run.step(2)
+    with np.load(tmp_path / "run" / "nonfinite_batch_step2.npz") as dumped:
         assert dumped["tokens"].shape == dumped["policy_weight"].shape
         assert dumped["policy_weight"].sum() == pytest.approx(1, abs=1e-4)
 
 
 def test_epochs_and_minibatches_take_as_many_updates(start):
     run = start(tiny(epochs=2, minibatches=2))
-    metrics = run.step(0)
+    metrics = run.step(1)
     assert int(run.state.step) == 4
     assert metrics["actor/ratio_max"] != 1.0  # the later updates are off-policy
 
 
 def test_retries_can_be_trained_without_their_guidance(start):
-    first = start(tiny(), "guided").step(0)
-    second = start(tiny(clean_retries=True), "clean").step(0)
+    first = start(tiny(), "guided").step(1)
+    second = start(tiny(clean_retries=True), "clean").step(1)
     assert first["retry/count"] == second["retry/count"] > 0
     assert first["rollout_corr/logprob_diff_max"] < 1e-3 < second["rollout_corr/logprob_diff_max"]
 
@@ -176,5 +182,5 @@ def test_rollouts_are_on_disk_when_the_update_fails(start, tmp_path):
     run = start(tiny())
     run.layout = BatchLayout(rows=1, row_length=run.layout.row_length, max_micro=1)
     with pytest.raises(BatchError, match="max_micro"):
-        run.step(0)
+        run.step(1)
     assert (tmp_path / "run" / "rollouts.jsonl").read_text().count("\n") > 0

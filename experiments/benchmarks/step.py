@@ -40,7 +40,7 @@ def measure(steps: int) -> dict[str, Means]:
             for condition in CONDITIONS
         }
         seen: dict[str, list[dict[str, float]]] = {condition: [] for condition in CONDITIONS}
-        for step in range(steps + 1):
+        for step in range(1, steps + 2):
             for condition, trainer in trainers.items():
                 seen[condition].append(trainer.step(step))
         for trainer in trainers.values():
