@@ -23,7 +23,7 @@ from ml_collections import ConfigDict
 from rlds_jax import batch as batching
 from rlds_jax import commands, losses, transcripts, update
 from rlds_jax.batch import Batch, BatchLayout, TokenSequence
-from rlds_jax.metrics import Scalars
+from rlds_jax.events import Events
 from rlds_jax.models import qwen3, weights
 from rlds_jax.models.config import ModelConfig
 from rlds_jax.rollouts.chat import ChatFormat
@@ -91,7 +91,7 @@ class FineTuning:
           Diverged: the loss or a gradient was not finite.
         """
         metrics: dict[str, float] = {}
-        writer = Scalars(self.workdir / "tensorboard")
+        writer = Events(self.workdir / "tensorboard")
         with tqdm.tqdm(total=self.steps, unit="step", dynamic_ncols=True) as bar:
             pending: list[update.Outcome] = []
             for epoch in range(self.config.epochs):
@@ -103,7 +103,7 @@ class FineTuning:
                 metrics |= self._log(writer, bar, pending)
                 if self.validation:
                     metrics["val/loss"] = self.evaluate()
-                    writer.write(bar.n, {"val/loss": metrics["val/loss"]})
+                    writer.scalars(bar.n, {"val/loss": metrics["val/loss"]})
                     bar.write(f"epoch {epoch + 1}: validation loss {metrics['val/loss']:.4f}")
         writer.close()
         self.save()
@@ -173,7 +173,7 @@ class FineTuning:
                 "tokenizer and model do not match"
             )
 
-    def _log(self, writer: Scalars, bar: tqdm.tqdm, pending: list) -> dict[str, float]:
+    def _log(self, writer: Events, bar: tqdm.tqdm, pending: list) -> dict[str, float]:
         """Brings the pending outcomes to the host; returns the last one's metrics."""
         metrics: dict[str, float] = {}
         for outcome in pending:
@@ -188,7 +188,7 @@ class FineTuning:
                 "train/grad_norm": named["actor/grad_norm"],
                 "train/lr": named["actor/lr"],
             }
-            writer.write(bar.n, metrics)
+            writer.scalars(bar.n, metrics)
             bar.update()
         if pending:
             bar.set_postfix(loss=f"{metrics['train/loss']:.4f}")

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from rlds_jax import advantages, sharding, update
 from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.losses import LossConfig
-from rlds_jax.metrics import RunLog, mfu, train_flops
+from rlds_jax.metrics import mfu, train_flops
 from rlds_jax.models import hub, weights
 from rlds_jax.rollouts import statistics
 from rlds_jax.rollouts.chat import ChatFormat
@@ -30,6 +30,7 @@ from rlds_jax.rollouts.engines.local import LocalEngine
 from rlds_jax.rollouts.group import run_groups
 from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.rollouts.types import GroupResult, Trajectory
+from rlds_jax.run_log import RunLog
 from rlds_jax.step_batch import (
     UpdateConfig,
     make_batches,
