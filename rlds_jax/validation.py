@@ -22,7 +22,7 @@ class ValidationConfig:
     Attributes:
       every: steps between validations; one comes before training and one after the last step too.
         0 leaves them all out.
-      items: the first so many validation items; None takes all.
+      num_items: the first so many validation items; None takes all.
       seed: of the sampling, the same for every run, so that runs can be compared item by item.
       resamples: of the bootstrap.
 
@@ -31,7 +31,7 @@ class ValidationConfig:
     """
 
     every: int = 10
-    items: int | None = None
+    num_items: int | None = None
     seed: int = 0
     resamples: int = 1000
 
@@ -41,8 +41,10 @@ class ValidationConfig:
                 raise ValueError(
                     f"validation.{name} is {getattr(self, name)}; it must be at least {least}"
                 )
-        if self.items is not None and self.items < 1:
-            raise ValueError(f"validation.items is {self.items}; it must be None or at least 1")
+        if self.num_items is not None and self.num_items < 1:
+            raise ValueError(
+                f"validation.num_items is {self.num_items}; it must be None or at least 1"
+            )
 
     def due(self, step: int, steps: int) -> bool:
         """Whether the policy after `step` of `steps` updates is validated."""
@@ -102,13 +104,13 @@ def validation_items(task: Task, config: ValidationConfig) -> Sequence[Item]:
     """The items every validation of a run plays.
 
     Raises:
-      ValueError: there are fewer than `config.items`, or none.
+      ValueError: there are fewer than `config.num_items`, or none.
     """
     items = task.items("validation")
-    wanted = len(items) if config.items is None else config.items
+    wanted = len(items) if config.num_items is None else config.num_items
     if not 1 <= wanted <= len(items):
         raise ValueError(
-            f"validation.items is {config.items}; task {task.name} has {len(items)} of them"
+            f"validation.num_items is {config.num_items}; task {task.name} has {len(items)} of them"
         )
     return items[:wanted]
 

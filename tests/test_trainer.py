@@ -98,7 +98,7 @@ def test_a_negative_number_is_named(field, tmp_path):
 def test_two_steps_from_the_command_line(condition, tmp_path):
     command = [sys.executable, "-m", "rlds_jax.train", f"--workdir={tmp_path}"]
     flags = [f"--config=configs/frozenlake.py:tiny,{condition}", "--config.steps=2"]
-    flags += ["--config.validation.items=8"]
+    flags += ["--config.validation.num_items=8"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -17,7 +17,7 @@ from rlds_jax.validation import (
 )
 
 
-@pytest.mark.parametrize("field", [{"every": -1}, {"seed": -1}, {"resamples": 0}, {"items": 0}])
+@pytest.mark.parametrize("field", [{"every": -1}, {"seed": -1}, {"resamples": 0}, {"num_items": 0}])
 def test_a_field_out_of_range_is_named(field):
     with pytest.raises(ValueError, match=rf"validation\.{next(iter(field))}"):
         ValidationConfig(**field)
@@ -25,7 +25,7 @@ def test_a_field_out_of_range_is_named(field):
 
 def test_more_items_than_there_are_is_refused():
     with pytest.raises(ValueError, match=r"validation\.items is 501.*has 500"):
-        validation_items(FrozenLake(), ValidationConfig(items=501))
+        validation_items(FrozenLake(), ValidationConfig(num_items=501))
 
 
 def test_due_before_training_every_n_steps_and_at_the_end():
@@ -53,7 +53,7 @@ def test_equal_values_have_no_width_and_no_values_are_refused():
 def test_validations_of_one_policy_are_equal_and_leave_training_as_it_was(tmp_path):
     """Whatever the run's seed: the same items draw the same randomness."""
     config = frozenlake.get_config("tiny")
-    config.validation.items = 8
+    config.validation.num_items = 8
     outcomes = []
     for seed in (0, 1):
         config.seed = seed
