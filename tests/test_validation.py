@@ -24,7 +24,7 @@ def test_a_field_out_of_range_is_named(field):
 
 
 def test_more_items_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=r"validation\.items is 501.*has 500"):
+    with pytest.raises(ValueError, match=r"validation\.num_items is 501.*has 500"):
         validation_items(FrozenLake(), ValidationConfig(num_items=501))
 
 
