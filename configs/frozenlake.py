@@ -51,7 +51,7 @@ def _tiny(config: ConfigDict) -> None:
         max_guidance_tokens=128,
     )
     config.optimizer.learning_rate = 1e-4
-    config.validation.every = 20
+    config.validation.every = 10
     config.compute.update(dtype="float32", remat="none")
     config.batch.update(rows=2, row_length=1280, max_micro=64)
     # Few slots, so that they stay busy; few tokens per dispatch, since turns are short.
