@@ -91,16 +91,39 @@ class Estimate(NamedTuple):
 
     Attributes:
       token: [N, T] float32 advantages after the retry mask.
+      token_unmasked: [N, T] float32, before it.
+      row: [N] float32, their mean over a row's sampled tokens before the retry mask.
+      grpo: [N] float32, the GRPO advantage of the row.
       metrics: by name.
       share: [N, K] float32 shares of the reward by subtask; None where it is not decomposed.
     """
 
     token: np.ndarray
+    token_unmasked: np.ndarray
+    row: np.ndarray
+    grpo: np.ndarray
     metrics: dict[str, float]
     share: np.ndarray | None = None
 
 
 Estimator = Callable[[Rows, AdvantageConfig], Estimate]
+
+
+class RowCredit(NamedTuple):
+    """The credit of one trajectory as plain numbers, for rollouts.jsonl; rounded to 1e-6.
+
+    Attributes:
+      advantage: Ahat_i, the row's scalar.
+      grpo_advantage: its reward less the group's mean, over the group's std.
+      turn_advantages: per turn the advantage of its tokens, all of which have the same; before the
+        retry mask, and None where the turn has no token.
+      masked_turns: leading turns that the retry mask takes out of the loss.
+    """
+
+    advantage: float
+    grpo_advantage: float
+    turn_advantages: list[float | None]
+    masked_turns: int
 
 
 class StepAdvantages(NamedTuple):
@@ -109,12 +132,14 @@ class StepAdvantages(NamedTuple):
     Attributes:
       token: per trajectory [T_i] float32, 0 outside the loss mask.
       loss_mask: per trajectory [T_i] bool.
+      credit: per trajectory, the same for people.
       metrics: by name.
       share: per trajectory [K_i] float32, p_ik; None where the condition decomposes nothing.
     """
 
     token: list[np.ndarray]
     loss_mask: list[np.ndarray]
+    credit: list[RowCredit]
     metrics: dict[str, float]
     share: list[np.ndarray] | None = None
 
@@ -142,12 +167,13 @@ def estimate(
     config = config or AdvantageConfig()
     run = estimator(condition)
     if not trajectories:
-        return StepAdvantages([], [], {})
+        return StepAdvantages([], [], [], {})
     rows = pad_rows(trajectories, weights, config)
     mask = grpo.loss_mask(rows.turn_ids, rows.mask_before_turn)
-    token, metrics, share = run(rows, config)
+    result = run(rows, config)
+    metrics = result.metrics
     if mask.any():
-        active = token[mask]
+        active = result.token[mask]
         metrics |= {
             "critic/advantages/mean": float(active.mean(dtype=np.float64)),
             "critic/advantages/max": float(active.max()),
@@ -155,11 +181,36 @@ def estimate(
         }
     lengths = [len(trajectory.tokens) for trajectory in trajectories]
     return StepAdvantages(
-        [token[i, :length] for i, length in enumerate(lengths)],
+        [result.token[i, :length] for i, length in enumerate(lengths)],
         [mask[i, :length] for i, length in enumerate(lengths)],
+        [
+            RowCredit(
+                round(float(result.row[i]), 6),
+                round(float(result.grpo[i]), 6),
+                turn_advantages(result.token_unmasked[i], rows.turn_ids[i], len(t.turns)),
+                int(rows.mask_before_turn[i]),
+            )
+            for i, t in enumerate(trajectories)
+        ],
         metrics,
-        None if share is None else [share[i, : len(phi)] for i, phi in enumerate(weights)],
+        None
+        if result.share is None
+        else [result.share[i, : len(phi)] for i, phi in enumerate(weights)],
     )
+
+
+def turn_advantages(token: np.ndarray, turn_ids: np.ndarray, turns: int) -> list[float | None]:
+    """The advantage of each of `turns` turns, rounded to 1e-6; None for a turn without tokens.
+
+    Args:
+      token: [T] float32, the same over the tokens of a turn.
+      turn_ids: [T] int32, -1 where not sampled.
+    """
+    by_turn: list[float | None] = [None] * turns
+    for turn, first in zip(*np.unique(turn_ids, return_index=True), strict=True):
+        if turn >= 0:
+            by_turn[turn] = round(float(token[first]), 6)
+    return by_turn
 
 
 def estimator(condition: Condition) -> Estimator:
@@ -193,8 +244,14 @@ def sdae_estimator(rows: Rows, config: AdvantageConfig) -> Estimate:
         kernel_norm=config.kernel_norm,
         eps=config.eps,
     )
-    metrics = sdae.defined_metrics(output.diagnostics)
-    return Estimate(np.array(output.token), metrics, np.array(output.share))
+    return Estimate(
+        token=np.array(output.token),
+        token_unmasked=np.array(output.token_unmasked),
+        row=np.array(output.row),
+        grpo=np.array(output.grpo),
+        metrics=sdae.defined_metrics(output.diagnostics),
+        share=np.array(output.share),
+    )
 
 
 def grpo_estimator(rows: Rows, config: AdvantageConfig) -> Estimate:
@@ -207,7 +264,8 @@ def grpo_estimator(rows: Rows, config: AdvantageConfig) -> Estimate:
         num_groups=len(rows.rewards),
         eps=config.eps,
     )
-    return Estimate(np.array(output.token), {})
+    row = np.array(output.row)
+    return Estimate(np.array(output.token), np.array(output.token_unmasked), row, row, {})
 
 
 def mask_before_turn(

@@ -6,9 +6,14 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
@@ -28,9 +33,39 @@ class Events:
         if wrong:
             raise ValueError(f"step {step}: metrics {wrong} are not finite")
         values = [Summary.Value(tag=name, simple_value=x) for name, x in metrics.items()]
-        summary = Summary(value=values)
+        self._write(step, Summary(value=values))
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        """Writes the distribution of `values`, of any shape."""
+        self._write(step, histogram_pb(name, values))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Writes a text, which TensorBoard shows as markdown."""
+        self._write(step, text_pb(name, markdown.encode(errors="replace")))
+
+    def hparams(self, config: Mapping[str, Any], metric: str) -> None:
+        """Writes the fields of a nested config, for the table of runs, and the scalar it shows."""
+        fields = flat(config)
+        described = [hparams.HParam(name) for name in fields]
+        self._write(0, hparams.hparams_config_pb(described, [hparams.Metric(metric)]))
+        self._write(0, hparams.hparams_pb(fields))
+
+    def _write(self, step: int, summary: Summary) -> None:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """The fields of a nested config by dotted name; None is left out, a list becomes text."""
+    fields: dict[str, bool | int | float | str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            fields |= flat(value, f"{prefix}{name}.")
+        elif isinstance(value, bool | int | float | str):
+            fields[prefix + name] = value
+        elif value is not None:
+            fields[prefix + name] = str(value)
+    return fields

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
@@ -40,6 +41,18 @@ class RunLog:
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars to TensorBoard; see `Events.scalars`."""
         self._events.scalars(step, metrics)
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        """Writes a distribution to TensorBoard."""
+        self._events.histogram(step, name, values)
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        """Writes a text to TensorBoard."""
+        self._events.text(step, name, markdown)
+
+    def hparams(self, config: ConfigDict, metric: str) -> None:
+        """Lists the run in TensorBoard's table of runs, with the scalar named `metric`."""
+        self._events.hparams(config.to_dict(), metric)
 
     def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Appends one JSON line per rollout."""

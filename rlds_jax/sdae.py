@@ -41,6 +41,7 @@ class SdaeOutput(NamedTuple):
       token: [N, T] float32, Ahat_it after the retry mask.
       token_unmasked: [N, T] float32, Ahat_it over every sampled token.
       row: [N] float32, Ahat_i.
+      grpo: [N] float32, the GRPO advantage of the same rows.
       subtask: [N, K] float32, A_ik; 0 in groups that fall back to GRPO.
       share: [N, K] float32, p_ik, summing to one over the row's subtasks; uniform if ungraded.
       decomposed: [N] bool, whether the row's group is decomposed; if not, it falls back to GRPO.
@@ -51,6 +52,7 @@ class SdaeOutput(NamedTuple):
     token: chex.Array
     token_unmasked: chex.Array
     row: chex.Array
+    grpo: chex.Array
     subtask: chex.Array
     share: chex.Array
     decomposed: chex.Array
@@ -211,6 +213,7 @@ def _advantages(
         token=jnp.where(kept, token, 0.0),
         token_unmasked=token,
         row=row,
+        grpo=scalar,
         subtask=subtask,
         share=share,
         decomposed=decomposed,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from rlds_jax import commands
+from rlds_jax import commands, summary
 from rlds_jax.trainer import Trainer
 
 
@@ -22,8 +22,7 @@ def main(config: ConfigDict, workdir: Path) -> None:
         trainer.run()
     finally:
         trainer.close()
-    print(f"policy: {workdir / 'policy'}   rollouts: {workdir / 'rollouts.jsonl'}")
-    print(f"curves: tensorboard --logdir {workdir / 'tensorboard'}")
+    print(summary.text(summary.write(workdir), workdir))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.losses import LossConfig
 from rlds_jax.metrics import mfu, train_flops
 from rlds_jax.models import hub, weights
-from rlds_jax.rollouts import statistics
+from rlds_jax.rollouts import markdown, statistics
 from rlds_jax.rollouts.chat import ChatFormat
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.rollouts.context import RolloutContext
@@ -150,6 +150,7 @@ class Trainer:
         self._logprobs = update.make_logprobs(self.model, compute) if several else None
         self.engine = LocalEngine(params, self.model, tokenizer=self.source, **config.engine)
         self.log = RunLog(workdir, config)
+        self.log.hparams(config, f"val/{self.task.name}/reward/mean")
         self._nonfinite = 0
 
     def run(self) -> None:
@@ -179,11 +180,11 @@ class Trainer:
         """
         started = time.perf_counter()
         groups, metrics = self.rollouts(step)
-        self._record_rollouts(step, groups)
         trained = without_guidance_everywhere(groups) if self.settings.clean_retries else groups
         rows = [t for group in trained for t in group.trajectories]
         phi = [[subtask.weight for subtask in self.task.subtasks]] * len(rows)
         estimate = advantages.estimate(rows, phi, self.rollout.condition, self.advantage)
+        self._record(step, groups, estimate)
         batches, pair_metrics = make_batches(trained, estimate, self.settings, self.layout)
         metrics |= estimate.metrics | pair_metrics | share_metrics(self.task, rows, estimate.share)
         metrics |= self.optimise(step, batches)
@@ -276,16 +277,22 @@ class Trainer:
                 "grader/ungraded/* in TensorBoard says why"
             )
 
-    def _record_rollouts(self, step: int, groups: Sequence[GroupResult]) -> None:
-        """Logs the rollouts; called before anything that follows them can fail."""
-        self.log.rollouts(
-            step,
-            (
-                statistics.trajectory_record(trajectory, group, self.task.subtasks)
-                for group in groups
-                for trajectory in group.trajectories
-            ),
-        )
+    def _record(
+        self, step: int, groups: Sequence[GroupResult], estimate: advantages.StepAdvantages
+    ) -> None:
+        """Logs the rollouts and their credit; called before packing and the update can fail."""
+        credit = iter(estimate.credit)
+        by_group = [
+            [
+                statistics.trajectory_record(t, group, self.task.subtasks) | next(credit)._asdict()
+                for t in group.trajectories
+            ]
+            for group in groups
+        ]
+        self.log.rollouts(step, (record for records in by_group for record in records))
+        self.log.text(step, "rollouts/sample", markdown.group(markdown.sample(by_group)))
+        trained = [a[mask] for a, mask in zip(estimate.token, estimate.loss_mask, strict=True)]
+        self.log.histogram(step, "sdae/token_advantage", np.concatenate(trained))
 
 
 def check_lengths(rollout: RolloutConfig, max_context: int, row_length: int) -> None:

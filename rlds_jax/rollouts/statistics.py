@@ -186,6 +186,10 @@ def trajectory_record(
         "sampled_tokens": trajectory.sampled_tokens,
         "initial_observation": trajectory.initial_observation,
         "turns": [turn._asdict() for turn in trajectory.turns],
+        "turn_tokens": [
+            trajectory.tokens[trajectory.turn_ids == turn].tolist()
+            for turn in range(len(trajectory.turns))
+        ],
         "grades": _by_name(names, trajectory.grades),
         "pivots": _by_name(names, trajectory.pivots),
         "metrics": dict(trajectory.metrics),
