@@ -12,7 +12,7 @@ import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
-from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -43,12 +43,13 @@ class Events:
         """Writes a text, which TensorBoard shows as markdown."""
         self._write(step, text_pb(name, markdown.encode(errors="replace")))
 
-    def hparams(self, config: Mapping[str, Any], metric: str) -> None:
-        """Writes the fields of a nested config, for the table of runs, and the scalar it shows."""
-        fields = flat(config)
-        described = [hparams.HParam(name) for name in fields]
-        self._write(0, hparams.hparams_config_pb(described, [hparams.Metric(metric)]))
-        self._write(0, hparams.hparams_pb(fields))
+    def hparams(self, config: Mapping[str, Any]) -> None:
+        """Writes the fields of a nested config, for the table of runs.
+
+        TensorBoard finds out itself which differ between the runs it shows, and offers every
+        scalar as a metric beside them; a list of either, written here, would switch that off.
+        """
+        self._write(0, hparams_pb(flat(config)))
 
     def _write(self, step: int, summary: Summary) -> None:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))

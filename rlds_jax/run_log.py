@@ -34,6 +34,7 @@ class RunLog:
             raise ValueError(f"workdir {workdir} already holds a run; give another or remove it")
         (workdir / "config.json").write_text(config.to_json(indent=1) + "\n")
         self._events = Events(workdir / "tensorboard")
+        self._events.hparams(config.to_dict())
         self._rollouts = path.open("x")
         self._validations = (workdir / "validation.jsonl").open("x")
         self._bar = tqdm.tqdm(total=config.steps, unit="step", dynamic_ncols=True)
@@ -49,10 +50,6 @@ class RunLog:
     def text(self, step: int, name: str, markdown: str) -> None:
         """Writes a text to TensorBoard."""
         self._events.text(step, name, markdown)
-
-    def hparams(self, config: ConfigDict, metric: str) -> None:
-        """Lists the run in TensorBoard's table of runs, with the scalar named `metric`."""
-        self._events.hparams(config.to_dict(), metric)
 
     def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Appends one JSON line per rollout."""

@@ -150,7 +150,6 @@ class Trainer:
         self._logprobs = update.make_logprobs(self.model, compute) if several else None
         self.engine = LocalEngine(params, self.model, tokenizer=self.source, **config.engine)
         self.log = RunLog(workdir, config)
-        self.log.hparams(config, f"val/{self.task.name}/reward/mean")
         self._nonfinite = 0
 
     def run(self) -> None:

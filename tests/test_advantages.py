@@ -141,6 +141,36 @@ def test_rlds_by_hand():
     assert result.metrics["sdae/fallback_group_rate"] == 0.5
 
 
+def test_credit_is_the_advantages_by_turn_before_the_retry_mask():
+    result = advantages.estimate(family(), WEIGHTS, "rlds")
+    denominator = np.sqrt(147 / 1600) + EPS
+    rows = [13 / 40, -11 / 40, -1 / 20, 0]
+    for credit, row, scalar in zip(result.credit, rows, [1, -1, 0, 0], strict=True):
+        assert credit.advantage == pytest.approx(row / denominator, abs=2e-6)
+        assert credit.grpo_advantage == pytest.approx(scalar, abs=1e-5)
+    assert [credit.masked_turns for credit in result.credit] == [0, 1, 1, 0]
+    np.testing.assert_allclose(result.credit[0].turn_advantages, result.token[0][[1, 3]], atol=1e-6)
+    # a1: turns of 1, 2, 1 tokens and pivot 1 twice; its first turn is out of the loss.
+    weight = np.exp(-np.array([1, 0, 1]) / 2)
+    kernel = 4 * weight / (weight @ [1, 2, 1])
+    expected = (0.6 * -3 / 8 + 0.4 * -1 / 8) * kernel / denominator
+    np.testing.assert_allclose(result.credit[1].turn_advantages, expected, atol=2e-6)
+    assert result.token[1][1] == 0 != result.credit[1].turn_advantages[0]
+
+
+@pytest.mark.parametrize("condition", ["rlvr", "base_reflection"])
+def test_credit_of_grpo_is_the_same_in_every_turn(condition):
+    result = advantages.estimate(family(), WEIGHTS, condition)
+    for credit, turns in zip(result.credit, [2, 3, 3, 1], strict=True):
+        assert credit.turn_advantages == [credit.advantage] * turns
+        assert credit.advantage == credit.grpo_advantage
+
+
+def test_a_turn_without_tokens_has_no_advantage():
+    token, turn_ids = np.array([0, 1.5, 0, 2], np.float32), np.array([-1, 0, -1, 2])
+    assert advantages.turn_advantages(token, turn_ids, 4) == [1.5, None, 2.0, None]
+
+
 @pytest.mark.parametrize("condition", ["rlvr", "base_reflection"])
 def test_grpo_by_hand(condition):
     # R = 1, 0, 1/2: centred 1/2, -1/2, 0; std 1/2. A group of one row gets 0.
@@ -199,7 +229,7 @@ def test_padded_size_changes_nothing(condition):
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_no_trajectories(condition):
-    assert advantages.estimate([], [], condition) == ([], [], {}, None)
+    assert advantages.estimate([], [], condition) == ([], [], [], {}, None)
 
 
 def test_unknown_condition():

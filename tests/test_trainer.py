@@ -10,9 +10,11 @@ import jax
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import frozenlake
+from rlds_jax import run_files
 from rlds_jax.batch import BatchError, BatchLayout
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.frozenlake import SUBTASKS
@@ -120,6 +122,11 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
     assert scalars["val/frozenlake/reward/mean"] == pytest.approx([v["mean"] for v in validations])
     assert all(len(v["rewards"]) == 8 for v in validations)
 
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["val_after"]["mean"] == validations[1]["mean"]
+    assert "validation  after: reward" in done.stdout
+    assert f"tensorboard --logdir {tmp_path}/tensorboard" in done.stdout
+
     config = frozenlake.get_config(f"tiny,{condition}")
     records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
     originals = [r for r in records if r["parent"] is None]
@@ -129,6 +136,43 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
 
     AutoTokenizer.from_pretrained(tmp_path / "policy")
     AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+
+
+def test_every_rollout_is_recorded_with_its_credit(tiny_run):
+    records = {record["uid"]: record for record in run_files.rollouts(tiny_run)}
+    for record in records.values():
+        counts = [len(ids) for ids in record["turn_tokens"]]
+        mean = np.average(record["turn_advantages"], weights=counts)
+        assert mean == pytest.approx(record["advantage"], abs=1e-5), record["uid"]
+        replayed = sum(counts[: record["retry_from"] or 0])
+        assert sum(counts) == record["sampled_tokens"] + replayed
+        if record["parent"]:
+            original = records[record["parent"]]
+            assert record["masked_turns"] == original["masked_turns"] == record["retry_from"]
+    assert any(record["parent"] for record in records.values())
+
+
+def test_each_step_shows_a_group_and_the_advantages_of_the_loss(tiny_run):
+    events = EventAccumulator(str(tiny_run / "tensorboard"))
+    events.Reload()
+    for step in (1, 2):
+        records = run_files.rollouts(tiny_run, step)
+        sample = next(e for e in events.Tensors("rollouts/sample") if e.step == step)
+        shown = sample.tensor_proto.string_val[0].decode()
+        assert shown.startswith(f"# group {step}-")
+        histogram = next(e for e in events.Tensors("sdae/token_advantage") if e.step == step)
+        left, right, count = tensor_util.make_ndarray(histogram.tensor_proto).T
+        kept = [
+            x
+            for r in records
+            for turn, (x, ids) in enumerate(
+                zip(r["turn_advantages"], r["turn_tokens"], strict=True)
+            )
+            for _ in ids
+            if turn >= r["masked_turns"]
+        ]
+        assert count.sum() == len(kept)
+        assert (left[0], right[-1]) == pytest.approx((min(kept), max(kept)), abs=1e-5)
 
 
 def test_the_same_seed_gives_the_same_run(start):

@@ -85,7 +85,7 @@ def prepare(workdir: Path) -> list[Panel]:
 def draw(panels: Sequence[Panel]) -> Figure:
     """Two rows of panels."""
     figure = Figure(figsize=(11, 5.6), layout="constrained")
-    all_axes = figure.subplots(2, (len(panels) + 1) // 2, sharex=True)
+    all_axes = figure.subplots(2, (len(panels) + 1) // 2, sharex=True, squeeze=False)
     for axes, panel in zip(all_axes.flat, panels, strict=True):
         style.quiet(axes, panel.title)
         for curve, line in zip(panel.curves, LINES, strict=False):

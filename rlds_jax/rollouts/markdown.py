@@ -39,8 +39,8 @@ def rollout(record: Record) -> str:
     for role in ("grader", "reflector"):
         if role in record:
             error = record[role]["error"]
-            parts += [f"{role}, not valid: {error}" if error else f"{role}:"]
-            parts.append(_block(record[role]["text"]))
+            title = f"{role}, not valid ({error}):" if error else f"{role}:"
+            parts += [title, _block(record[role]["text"])]
     return "\n\n".join(parts)
 
 
@@ -72,7 +72,7 @@ def _turn_title(record: Record, number: int, advantage: float | None) -> str:
     pivots = [name for name, pivot in pivot_turns(record).items() if pivot == number]
     if pivots:
         notes.append(f"pivot of {', '.join(pivots)}")
-    return f"**turn {number}**: {'; '.join(notes)}"
+    return f"**turn {number}**" + (f": {'; '.join(notes)}" if notes else "")
 
 
 def _grades(record: Record) -> str:
