@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 class Events:
-    """A TensorBoard event file in `directory`."""
+    """A new TensorBoard event file in `directory`, written at once.
 
-    def __init__(self, directory: Path):
-        self._writer = EventFileWriter(str(directory))
+    Args:
+      directory: created if absent.
+      first_step: TensorBoard forgets what earlier files of the directory say of this step and
+        later ones.
+
+    Raises:
+      OSError: here and in every method, the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, first_step: int = 0):
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (directory / name).open("xb")
+        self._records = RecordWriter(self._file)
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes every scalar at `step`.
@@ -52,11 +68,15 @@ class Events:
         self._write(0, hparams_pb(flat(config)))
 
     def _write(self, step: int, summary: Summary) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
+        self._add(Event(step=step, summary=summary))
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+CONFIG = "config.json"
 
 Scalars = dict[str, dict[int, float]]
 
@@ -59,8 +62,32 @@ def config(workdir: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: the workdir holds no run.
+      ValueError: the file is damaged.
     """
-    return json.loads((workdir / "config.json").read_text())
+    path = workdir / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give the workdir of a run")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); bring it back from a copy") from error
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Cuts a file of JSON lines before its first record of a later step, or broken line."""
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                whole = line.endswith(b"\n") and json.loads(line)["step"] <= step
+            except ValueError:
+                whole = False
+            if not whole:
+                break
+            kept += len(line)
+    os.truncate(path, kept)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

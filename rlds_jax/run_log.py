@@ -11,6 +11,7 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
+from rlds_jax import run_files
 from rlds_jax.events import Events
 from rlds_jax.validation import Validation
 
@@ -19,25 +20,29 @@ class RunLog:
     """TensorBoard, `rollouts.jsonl`, `validation.jsonl` and a progress bar for one workdir.
 
     Args:
-      workdir: created if absent.
-      config: of the run; kept as `config.json`.
+      workdir: where they are, or are made.
+      config: of the run.
+      restored: step of the checkpoint that the run goes on from; what was logged of later ones is
+        dropped. None: everything is.
+
+    Attributes:
+      validations: records of the validations so far, by ascending step.
 
     Raises:
-      OSError: the workdir cannot be written.
-      ValueError: the workdir already holds a run.
+      OSError: here and in every method that logs, the workdir cannot be written.
     """
 
-    def __init__(self, workdir: Path, config: ConfigDict):
-        workdir.mkdir(parents=True, exist_ok=True)
-        path = workdir / "rollouts.jsonl"
-        if path.exists():
-            raise ValueError(f"workdir {workdir} already holds a run; give another or remove it")
-        (workdir / "config.json").write_text(config.to_json(indent=1) + "\n")
-        self._events = Events(workdir / "tensorboard")
+    def __init__(self, workdir: Path, config: ConfigDict, restored: int | None = None):
+        rollouts, validations = (workdir / name for name in ("rollouts.jsonl", "validation.jsonl"))
+        for path in (rollouts, validations):
+            run_files.drop_after(path, -1 if restored is None else restored)
+        self._rollouts, self._validations = rollouts.open("a"), validations.open("a")
+        self.validations = run_files.validations(workdir)
+        self._events = Events(workdir / "tensorboard", 0 if restored is None else restored + 1)
         self._events.hparams(config.to_dict())
-        self._rollouts = path.open("x")
-        self._validations = (workdir / "validation.jsonl").open("x")
-        self._bar = tqdm.tqdm(total=config.steps, unit="step", dynamic_ncols=True)
+        self._bar = tqdm.tqdm(
+            total=config.steps, initial=restored or 0, unit="step", dynamic_ncols=True
+        )
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars to TensorBoard; see `Events.scalars`."""
@@ -62,8 +67,10 @@ class RunLog:
     ) -> None:
         """Logs a validation: scalars, one JSON line with the reward of every item, and a line."""
         self.scalars(step, {**outcome.metrics(task), **seconds})
-        self._validations.write(json.dumps(outcome.record(step)) + "\n")
+        record = outcome.record(step)
+        self._validations.write(json.dumps(record) + "\n")
         self._validations.flush()
+        self.validations.append(record)
         mean, low, high, n = outcome.reward
         self.say(f"validation at step {step}: reward {mean:.3f} [{low:.3f}, {high:.3f}], n = {n}")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,7 +114,7 @@ def validation_items(task: Task, config: ValidationConfig) -> Sequence[Item]:
     return items[:wanted]
 
 
-def validate(
+async def validate(
     context: RolloutContext, items: Sequence[Item], config: ValidationConfig
 ) -> Validation:
     """Plays every item once with the original prompt: no grading, reflection or retry.
@@ -129,7 +128,7 @@ def validate(
       AllRolloutsDropped: no rollout survived.
     """
     plain = dataclasses.replace(context, config=context.config.validation(), run_seed=config.seed)
-    groups = asyncio.run(run_groups(plain, items, step=0))
+    groups = await run_groups(plain, items, step=0)
     rows = {
         item.id: row
         for item, group in zip(items, groups, strict=True)
@@ -143,6 +142,11 @@ def validate(
         float(np.mean([len(row.turns) for row in rows.values()])),
         len(items) - len(rows),
     )
+
+
+def best(validations: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The record of highest mean reward, the first of equals; None of none."""
+    return max(validations, key=lambda record: record["mean"], default=None)
 
 
 def bootstrap_mean(values: Sequence[float], resamples: int = 1000, seed: int = 0) -> Interval:

@@ -1,0 +1,261 @@
+"""Checkpoints of a run: what it needs to go on exactly, written by orbax beside the training.
+
+A checkpoint becomes visible whole or not at all, with the size and CRC-32 of each of its files, so
+that one damaged later is told from a good one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from rlds_jax.update import TrainState
+
+log = logging.getLogger(__name__)
+
+DIGEST = "digest.json"
+_CHUNK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved, besides at a new best validation, the last step and on SIGTERM.
+
+    Attributes:
+      every: steps between checkpoints; 0 leaves these out.
+      keep: so many of the latest are kept, and the best.
+
+    Raises:
+      ValueError: naming the field that is out of range.
+    """
+
+    every: int = 10
+    keep: int = 2
+
+    def __post_init__(self):
+        for name, least in (("every", 0), ("keep", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"checkpoint.{name} is {getattr(self, name)}; it must be at least {least}"
+                )
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether the state after `step` of `steps` is saved whatever its validation."""
+        regular = self.every > 0 and step > 0 and step % self.every == 0
+        return regular or step == steps
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written, or none can be read."""
+
+
+class Restored(NamedTuple):
+    """A checkpoint: the state after `step` steps, and what the loop carries beside it."""
+
+    step: int
+    state: TrainState
+    extra: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints in `directory`, of one running trainer.
+
+    Unfinished ones are removed. The parameters are an item of their own, so that `load_params` can
+    read them alone.
+    """
+
+    def __init__(self, directory: Path, keep: int):
+        self._directory = directory
+        self._kept = _LatestAndBest(keep)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(
+                directory.resolve(),
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=self._kept,
+                    cleanup_tmp_directories=True,
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self._digest),
+                ),
+            )
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be used: {error}") from error
+
+    def restore(self, abstract: TrainState) -> Restored | None:
+        """The newest whole checkpoint, None if nothing was saved; damaged newer ones are removed.
+
+        Args:
+          abstract: shapes, dtypes and shardings of the state.
+
+        Raises:
+          CheckpointError: all are damaged.
+        """
+        faults = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            fault = find_fault(self._directory / str(step))
+            if fault is None:
+                break
+            faults[step] = fault
+            log.warning("checkpoint %s is damaged and not used: %s", step, fault)
+        else:
+            if faults:
+                raise CheckpointError(
+                    f"{self._directory}: every checkpoint is damaged ({faults}); bring one back "
+                    "from a copy, or remove the workdir to start over"
+                )
+            return None
+        for damaged in faults:
+            shutil.rmtree(self._directory / str(damaged))
+        self._manager.reload()
+        target = ocp.args.StandardRestore
+        found = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=target(abstract.params),
+                optimizer=target(_beside_params(abstract)),
+                extra=ocp.args.JsonRestore(),
+            ),
+        )
+        state = TrainState(params=found.params, **found.optimizer)
+        return Restored(step, state, found.extra)
+
+    def save(self, step: int, state: TrainState, best: int | None, **extra: Any) -> None:
+        """Starts to write the state after `step` steps, unless that is there already.
+
+        It is copied before this returns, so that its arrays may be donated.
+
+        Args:
+          best: step of the best validation so far, whose checkpoint is kept.
+          extra: JSON values.
+
+        Raises:
+          CheckpointError: this or the last one could not be written.
+        """
+        self._kept.best = best
+        if step in self._manager.all_steps():
+            return
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            optimizer=ocp.args.StandardSave(_beside_params(state)),
+            extra=ocp.args.JsonSave(extra),
+        )
+        try:
+            self._manager.save(step, args=items)
+        except (OSError, ValueError, RuntimeError) as error:  # tensorstore's are ValueErrors
+            raise self._unwritten(error) from error
+
+    def wait(self) -> None:
+        """Returns when everything is on disk.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._unwritten(error) from error
+
+    def check(self) -> None:
+        """Does not wait.
+
+        Raises:
+          CheckpointError: a checkpoint could not be written.
+        """
+        try:
+            self._manager.check_for_errors()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._unwritten(error) from error
+
+    def close(self) -> None:
+        """Waits and stops; what could not be written has been reported by then."""
+        self._manager.close()
+
+    def _digest(self) -> None:
+        """Runs before orbax renames the checkpoint to its final name."""
+        unfinished = [d for d in self._directory.iterdir() if d.is_dir() and not d.name.isdigit()]
+        for directory in unfinished:
+            files = [path for path in directory.rglob("*") if path.is_file()]
+            digest = {str(p.relative_to(directory)): [p.stat().st_size, _crc32(p)] for p in files}
+            (directory / DIGEST).write_text(json.dumps(digest, indent=1) + "\n")
+
+    def _unwritten(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self._directory}: a checkpoint could not be written: {error}")
+
+
+def load_params(directory: Path, step: int, abstract: Any) -> Any:
+    """The parameters of one checkpoint.
+
+    Args:
+      directory: of the checkpoints.
+      abstract: shapes, dtypes and shardings of the parameters.
+
+    Raises:
+      CheckpointError: there is none of that step, or it is damaged.
+    """
+    path = directory / str(step)
+    if not path.is_dir():
+        there = sorted(int(d.name) for d in directory.glob("*") if d.name.isdigit())
+        raise CheckpointError(f"{directory} holds no checkpoint of step {step}, but of {there}")
+    fault = find_fault(path)
+    if fault:
+        raise CheckpointError(f"{path} is damaged: {fault}; take another step")
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore((path / "params").resolve(), abstract)
+
+
+def abstract_like(tree: Any, shardings: Any) -> Any:
+    """Shapes and dtypes of `tree` with `shardings`, for `restore` and `load_params`."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def find_fault(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, None if they are as they were written."""
+    try:
+        digest = json.loads((checkpoint / DIGEST).read_text())
+    except (OSError, ValueError) as error:
+        return f"{DIGEST} cannot be read: {error}"
+    for name, (size, crc) in digest.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size or _crc32(path) != crc:
+            return f"{name} is not as it was written"
+    return None
+
+
+@dataclasses.dataclass
+class _LatestAndBest:
+    """Orbax's preservation policy: the latest `keep` checkpoints, and that of step `best`."""
+
+    keep: int
+    best: int | None = None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        latest = {checkpoint.step for checkpoint in checkpoints[-self.keep :]}
+        return [c.step in latest or c.step == self.best for c in checkpoints]
+
+
+def _beside_params(state: TrainState) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(TrainState) if field.name != "params")
+    return {name: getattr(state, name) for name in names}
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc

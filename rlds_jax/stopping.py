@@ -1,0 +1,71 @@
+"""SIGTERM and Ctrl-C end a run where nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class StopRequested(Exception):
+    """The run was asked to stop by the signal `number`."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class StopSignals:
+    """While entered, SIGTERM and SIGINT end what `run` is awaiting, or the next such call.
+
+    Everything else (an update, a log line) is finished first. A second Ctrl-C interrupts at once.
+    Signals can be handled in the main thread only.
+    """
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._cancel: Callable[[], object] | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """`asyncio.run(work)`, which a signal cancels.
+
+        Raises:
+          StopRequested: a signal came, now or earlier.
+        """
+
+        async def cancellable() -> T:
+            task = asyncio.create_task(work)
+            loop = asyncio.get_running_loop()
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+            if self._received is not None:
+                task.cancel()
+            return await task
+
+        try:
+            return asyncio.run(cancellable())
+        except asyncio.CancelledError:
+            if self._received is None:
+                raise
+            raise StopRequested(self._received) from None
+        finally:
+            self._cancel = None
+
+    def _handle(self, number: int, _frame: object) -> None:
+        if self._received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = number
+        if self._cancel is not None:
+            self._cancel()
