@@ -64,5 +64,6 @@ def config(workdir: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file that may still be written to: half a last line is left out."""
     with path.open() as file:
-        yield from map(json.loads, file)
+        yield from (json.loads(line) for line in file if line.endswith("\n"))
