@@ -98,7 +98,7 @@ def draw(panels: Sequence[Panel]) -> Figure:
             axes.legend(frameon=False, fontsize=8)
     for axes in all_axes[-1]:
         axes.set_xlabel("training step", fontsize=8.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return figure
 
 
