@@ -132,7 +132,7 @@ class StepAdvantages(NamedTuple):
     Attributes:
       token: per trajectory [T_i] float32, 0 outside the loss mask.
       loss_mask: per trajectory [T_i] bool.
-      credit: per trajectory, the same for people.
+      credit: per trajectory, the same by turn and as plain numbers.
       metrics: by name.
       share: per trajectory [K_i] float32, p_ik; None where the condition decomposes nothing.
     """
@@ -171,7 +171,7 @@ def estimate(
     rows = pad_rows(trajectories, weights, config)
     mask = grpo.loss_mask(rows.turn_ids, rows.mask_before_turn)
     result = run(rows, config)
-    metrics = result.metrics
+    metrics, share = result.metrics, result.share
     if mask.any():
         active = result.token[mask]
         metrics |= {
@@ -179,23 +179,22 @@ def estimate(
             "critic/advantages/max": float(active.max()),
             "critic/advantages/min": float(active.min()),
         }
+    credit = [
+        RowCredit(
+            round(float(result.row[i]), 6),
+            round(float(result.grpo[i]), 6),
+            turn_advantages(result.token_unmasked[i], rows.turn_ids[i], len(trajectory.turns)),
+            int(rows.mask_before_turn[i]),
+        )
+        for i, trajectory in enumerate(trajectories)
+    ]
     lengths = [len(trajectory.tokens) for trajectory in trajectories]
     return StepAdvantages(
         [result.token[i, :length] for i, length in enumerate(lengths)],
         [mask[i, :length] for i, length in enumerate(lengths)],
-        [
-            RowCredit(
-                round(float(result.row[i]), 6),
-                round(float(result.grpo[i]), 6),
-                turn_advantages(result.token_unmasked[i], rows.turn_ids[i], len(t.turns)),
-                int(rows.mask_before_turn[i]),
-            )
-            for i, t in enumerate(trajectories)
-        ],
+        credit,
         metrics,
-        None
-        if result.share is None
-        else [result.share[i, : len(phi)] for i, phi in enumerate(weights)],
+        None if share is None else [share[i, : len(phi)] for i, phi in enumerate(weights)],
     )
 
 

@@ -91,5 +91,6 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file that may still be written to: half a last line is left out."""
     with path.open() as file:
-        yield from map(json.loads, file)
+        yield from (json.loads(line) for line in file if line.endswith("\n"))

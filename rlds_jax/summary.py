@@ -60,15 +60,15 @@ def text(summary: Mapping[str, Any], workdir: Path) -> str:
     """The summary as lines to print, with the commands that follow a run."""
     where = shlex.quote(str(workdir))
     lines = [f"{summary['steps']} steps; logs, rollouts and summary.json are in {workdir}"]
-    for name in ("val_before", "val_after", "best"):
-        if summary[name] is not None:
-            when = name.removeprefix("val_")
-            lines.append(f"validation {when:>6}: {_show(summary[name])}")
+    validations = [summary[name] for name in ("val_before", "val_after", "best")]
+    for when, found in zip(("before", "after", "best"), validations, strict=True):
+        if found is not None and not (when == "best" and found in validations[:2]):
+            lines.append(f"validation {when:>6}: {_show(found)}")
     if summary["step_seconds"]:
         phases = [f"{name} {seconds:.2f}" for name, seconds in summary["step_seconds"].items()]
         lines.append(f"seconds a step (phases overlap): {', '.join(phases)}")
     rates = [
-        f"{name.replace('_', ' ')} {summary[name]:.0%}"
+        f"{name.replace('_', ' ')} {summary[name]:.1%}"
         for name in ("grader_parse_rate", "fallback_group_rate")
         if summary[name] is not None
     ]
@@ -79,12 +79,11 @@ def text(summary: Mapping[str, Any], workdir: Path) -> str:
 def step_seconds(scalars: run_files.Scalars) -> dict[str, float]:
     """Mean seconds of each phase and of the whole step, over the steps after the first."""
     steps = sorted(scalars.get(WHOLE_STEP, {}))[1:]
-    names = {name: name.removeprefix("timing_s/") for name in scalars if "timing_s/" in name}
-    means = {
-        phase: _mean_at(scalars[name], steps)
-        for name, phase in ({WHOLE_STEP: "step"} | names).items()
-        if phase != "validation" and name in scalars
-    }
+    means = {"step": _mean_at(scalars.get(WHOLE_STEP, {}), steps)}
+    for name in sorted(scalars):
+        kind, _, phase = name.partition("/")
+        if kind == "timing_s" and phase != "validation":
+            means[phase] = _mean_at(scalars[name], steps)
     return {phase: mean for phase, mean in means.items() if mean is not None}
 
 

@@ -74,8 +74,9 @@ def test_rollouts_are_free_of_jax(path):
     assert not {m.split(".")[0] for m in imports(path)} & {"jax", "flax", "optax", "chex"}
 
 
-def test_the_trainer_loads_no_torch():
+def test_training_loads_no_torch_and_no_tensorflow():
     """transformers would import torch where it is installed; nothing of ours may ask it to."""
-    code = "import rlds_jax.trainer, sys; print([m for m in ('torch', 'vllm') if m in sys.modules])"
+    heavy = ("torch", "vllm", "tensorflow")
+    code = f"import rlds_jax.train, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

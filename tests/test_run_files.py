@@ -38,3 +38,9 @@ def test_rollouts_of_one_step_or_of_all_a_later_line_counts(tmp_path):
     assert run_files.rollouts(tmp_path) == [lines[0], lines[2]]
     with pytest.raises(ValueError, match="no rollouts of step 3"):
         run_files.rollouts(tmp_path, 3)
+
+
+def test_a_line_still_being_written_is_left_out(tmp_path):
+    whole = '{"step": 1, "uid": "a"}\n'
+    (tmp_path / "rollouts.jsonl").write_text(whole + '{"step": 1, "ui')
+    assert run_files.rollouts(tmp_path) == [{"step": 1, "uid": "a"}]

@@ -76,11 +76,19 @@ def test_the_text_has_intervals_places_and_commands(tmp_path):
     assert lines[0].endswith(f"are in {workdir}")
     assert "validation before: reward 0.250 [0.150, 0.350], n = 50, step 0" in lines
     assert "validation  after: reward 0.500 [0.400, 0.600], n = 50, step 3" in lines
+    assert not any("validation   best" in line for line in lines)  # it is the last
     assert "seconds a step (phases overlap): step 3.00, gen 1.50, retry 0.50" in lines
     assert f"  tensorboard --logdir '{workdir}'/tensorboard" in lines
     assert f"  python -m experiments.figures credit --workdir='{workdir}' --step=3" in lines
     export = f"  python -m rlds_jax.export --workdir='{workdir}' --step=best --out='{workdir}'/hf"
     assert export in lines
+
+
+def test_the_text_names_the_best_where_it_is_another(tmp_path):
+    workdir = logged(tmp_path, {0: 0.25, 2: 0.75, 3: 0.5})
+    lines = summary.text(summary.write(workdir), workdir).splitlines()
+    assert "validation   best: reward 0.750 [0.650, 0.850], n = 50, step 2" in lines
+    assert "grader parse rate 75.0%" in lines
 
 
 def test_the_summary_of_a_real_run(tiny_run):

@@ -6,11 +6,12 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from experiments.figures import credit_layout, style
+from experiments.figures.credit_layout import Rollout, Turn
 from rlds_jax import run_files
 from rlds_jax.models import hub
 from rlds_jax.rollouts.markdown import pivot_turns
@@ -18,39 +19,6 @@ from rlds_jax.rollouts.markdown import pivot_turns
 Record = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], str]
 MOST_ROLLOUTS = 4
-
-
-class Turn(NamedTuple):
-    """One assistant turn.
-
-    Attributes:
-      tokens: their texts.
-      grpo, sdae: the advantage of each of its tokens; sdae is None where the run computed none.
-      masked: the retry mask takes it out of the loss.
-      pivots: subtasks whose kernel is centred on it.
-    """
-
-    tokens: list[str]
-    grpo: float
-    sdae: float | None
-    masked: bool
-    pivots: list[str]
-
-
-class Rollout(NamedTuple):
-    """One rollout of the figure.
-
-    Attributes:
-      title: uid, reward and ending.
-      turns: in order.
-      grades: subtask, grade and pivot turn as the grader gave them; empty when ungraded.
-      guidance: what a retry was told.
-    """
-
-    title: str
-    turns: list[Turn]
-    grades: list[tuple[str, int | None, int | None]]
-    guidance: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +91,7 @@ def prepare(record: Record, decode: Decode, decomposed: bool) -> Rollout:
       decode: ids to text.
       decomposed: the run computed SDAE advantages.
     """
-    pivots = pivot_turns(record)
+    pivots = pivot_turns(record) if decomposed else {}
     turns = [
         Turn(
             tokens=token_texts(ids, decode),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -13,9 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from experiments.figures.style import CREDIT, GREY, INK, PALE
-
-if TYPE_CHECKING:
-    from experiments.figures.credit import Rollout, Turn
 
 POINTS = 7.0
 FONT: dict[str, Any] = {"family": "DejaVu Sans Mono", "fontsize": POINTS, "color": INK}
@@ -32,6 +29,39 @@ MASKED: dict[str, Any] = {
     "linewidth": 0,
 }
 MOST_LINES = 12  # of one turn; what is longer is cut
+
+
+class Turn(NamedTuple):
+    """One assistant turn.
+
+    Attributes:
+      tokens: their texts.
+      grpo, sdae: the advantage of each of its tokens; sdae is None where the run computed none.
+      masked: the retry mask takes it out of the loss.
+      pivots: subtasks whose kernel is centred on it.
+    """
+
+    tokens: list[str]
+    grpo: float
+    sdae: float | None
+    masked: bool
+    pivots: list[str]
+
+
+class Rollout(NamedTuple):
+    """One rollout of the figure.
+
+    Attributes:
+      title: uid, reward and ending.
+      turns: in order.
+      grades: subtask, grade and pivot turn as the grader gave them; empty when ungraded.
+      guidance: what a retry was told.
+    """
+
+    title: str
+    turns: list[Turn]
+    grades: list[tuple[str, int | None, int | None]]
+    guidance: str | None
 
 
 class Piece(NamedTuple):
@@ -66,7 +96,9 @@ def draw(title: str, rollouts: Sequence[Rollout]) -> Figure:
             _column(axes, f"{number}/{name}", left, top + 2, rollout.turns, norm)
         _beside(axes, width - TABLE, top + 2, rollout)
         top += _height(rollout)
-    _legend(figure, axes, norm, top, width, height)
+    _legend(axes, norm, top)
+    if "sdae" in columns:
+        _write(axes, 110, top + 0.95, "▼ pivot of a subtask, as the grader named it")
     return figure
 
 
@@ -169,17 +201,15 @@ def _beside(axes: Axes, left: float, top: float, rollout: Rollout) -> None:
         _write(axes, left, top + number + 0.5, line, color=GREY if heading else INK)
 
 
-def _legend(
-    figure: Figure, axes: Axes, norm: Normalize, top: float, width: float, height: float
-) -> None:
+def _legend(axes: Axes, norm: Normalize, top: float) -> None:
     bar = axes.inset_axes((0, top + 0.6, 40, 0.7), transform=axes.transData)
-    figure.colorbar(ScalarMappable(norm, CREDIT), cax=bar, orientation="horizontal")
+    mappable = ScalarMappable(norm, CREDIT)
+    axes.figure.colorbar(mappable, cax=bar, orientation="horizontal")
     bar.tick_params(labelsize=6.5, colors=INK, length=2)
     bar.spines[:].set_visible(False)
     _write(axes, 42, top + 0.95, "advantage of a token")
     axes.add_patch(Rectangle((68, top + 0.55), 5, 0.8, **MASKED))
     _write(axes, 74, top + 0.95, "not in the loss: the retry mask")
-    _write(axes, 110, top + 0.95, "▼ pivot of a subtask, as the grader named it")
 
 
 def _write(axes: Axes, x: float, y: float, text: str, **style) -> None:

@@ -29,7 +29,6 @@ PANELS: dict[str, dict[str, str]] = {
     "Groups that fell back to GRPO": {"": "sdae/fallback_group_rate"},
     "KL to the reference": {"": "actor/kl_loss"},
 }
-SHARES = ("Success", "Judges", "Groups")  # these panels run from 0 to 1
 LINES: tuple[dict[str, Any], ...] = (
     {"color": style.BLUE, "linestyle": "-"},
     {"color": style.GOLD, "linestyle": "--"},
@@ -48,10 +47,11 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One pair of axes; without curves where the run logged none of them."""
+    """One pair of axes, from 0 to 1 where it shows rates; without curves where none is logged."""
 
     title: str
     curves: list[Curve]
+    rates: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,8 @@ def prepare(workdir: Path) -> list[Panel]:
             for label, name in names.items()
             if name in scalars
         ]
-        panels.append(Panel(title, curves))
+        rates = all(name.endswith("_rate") for name in names.values())
+        panels.append(Panel(title, curves, rates))
     return panels
 
 
@@ -92,13 +93,13 @@ def draw(panels: Sequence[Panel]) -> Figure:
             _draw(axes, curve, line)
         if not panel.curves:
             axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center")
-        elif panel.title.startswith(SHARES):
+        elif panel.rates:
             axes.set_ylim(-0.03, 1.03)
         if len(panel.curves) > 1:
             axes.legend(frameon=False, fontsize=8)
     for axes in all_axes[-1]:
         axes.set_xlabel("training step", fontsize=8.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return figure
 
 

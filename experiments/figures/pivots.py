@@ -113,7 +113,7 @@ def _pivots(axes: Axes, subtask: Subtask, last: bool) -> None:
     style.quiet(axes, "")
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.5, 1], ["", "", ""])
-    axes.set_xticks(range(len(shares)))
+    axes.set_xticks(range(0, len(shares), 1 + len(shares) // 16))
     axes.tick_params(labelbottom=last, length=0)
     axes.set_ylabel(
         subtask.name.replace("_", " "), rotation=0, ha="right", va="center", fontsize=8.5

@@ -15,9 +15,19 @@ BLUE = "#2f6fad"
 RED = "#c0504d"
 GOLD = "#b8860b"
 
-# Red for tokens to make less likely, blue for more; pale enough at both ends to read text on.
+# Red for tokens to make less likely, blue for more. Pale enough at both ends to read text on, and
+# steep around 0, so that a small advantage beside a large one still has a sign.
 CREDIT: Colormap = LinearSegmentedColormap.from_list(
-    "credit", ["#d6604d", "#f4a582", "#fbe3d6", "#fafafa", "#dbe9f3", "#92c5de", "#4393c3"]
+    "credit",
+    [
+        (0.0, "#d6604d"),
+        (0.22, "#f4a582"),
+        (0.42, "#fbd9c6"),
+        (0.5, "#fafafa"),
+        (0.58, "#d0e4f0"),
+        (0.78, "#92c5de"),
+        (1.0, "#4393c3"),
+    ],
 )
 
 

@@ -42,8 +42,11 @@ def test_a_run_of_grpo_has_no_column_of_sdae():
     made = credit.prepare(record("1-0/0", grades=None, pivots=None), words, decomposed=False)
     assert [turn.sdae for turn in made.turns] == [None, None]
     assert made.grades == []
-    gids = patches_of(credit_layout.draw("group", [made]))
-    assert gids.keys() == {"0/grpo/0", "0/grpo/1"}
+    figure = credit_layout.draw("group", [made])
+    assert patches_of(figure).keys() == {"0/grpo/0", "0/grpo/1"}
+    assert not any("▼" in line for line in lines_of(figure))
+    graded = credit.prepare(record("1-0/0"), words, decomposed=False)
+    assert [turn.pivots for turn in graded.turns] == [[], []]
 
 
 def test_tokens_that_share_a_character_are_joined():

@@ -24,6 +24,8 @@ def test_panels_hold_what_the_run_logged(tiny_run):
             logged = scalars.get(name, {})
             assert (drawn[label].steps if logged else []) == sorted(logged), name
             assert [logged[s] for s in sorted(logged)] == (drawn[label].values if logged else [])
+    rates = [panel.title for panel in curves.prepare(tiny_run) if panel.rates]
+    assert [title.split()[0] for title in rates] == ["Success", "Judges:", "Groups"]
     (kl,) = panels["KL to the reference"]
     assert kl.steps == [1, 2]
 

@@ -538,6 +538,8 @@ def test_records_hold_the_texts(tokenizer):
         trajectory_record(t, result, context.task.subtasks) for t in result.trajectories
     )
     assert original["turns"][0] == {"action": "hmm", "observation": "cell 0"}
+    texts = [context.chat.decode(ids) for ids in original["turn_tokens"]]
+    assert texts == [turn["action"] for turn in original["turns"]]
     assert original["grades"] == {"walking": 2, "counting": 4}
     assert original["pivots"] == {"walking": 0, "counting": None}
     assert original["reflector"] == {"text": reflection_json(1), "error": None}
