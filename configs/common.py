@@ -9,6 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from rlds_jax.advantages import AdvantageConfig
+from rlds_jax.checkpoint import CheckpointConfig
 from rlds_jax.losses import LossConfig
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.step_batch import UpdateConfig
@@ -78,6 +79,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.training = section(UpdateConfig)
     config.optimizer = section(OptimizerConfig)
     config.validation = section(ValidationConfig)
+    config.checkpoint = section(CheckpointConfig)
 
     config.compute = section(ComputeConfig, dtype="bfloat16", remat="full")
     config.mesh = ConfigDict()

@@ -99,7 +99,7 @@ class Checkpoints:
           CheckpointError: all are damaged.
         """
         faults = {}
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in reversed(steps(self._directory)):
             fault = find_fault(self._directory / str(step))
             if fault is None:
                 break
@@ -190,6 +190,11 @@ class Checkpoints:
         return CheckpointError(f"{self._directory}: a checkpoint could not be written: {error}")
 
 
+def steps(directory: Path) -> list[int]:
+    """The steps that have a checkpoint in `directory`, ascending."""
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+
+
 def load_params(directory: Path, step: int, abstract: Any) -> Any:
     """The parameters of one checkpoint.
 
@@ -202,8 +207,9 @@ def load_params(directory: Path, step: int, abstract: Any) -> Any:
     """
     path = directory / str(step)
     if not path.is_dir():
-        there = sorted(int(d.name) for d in directory.glob("*") if d.name.isdigit())
-        raise CheckpointError(f"{directory} holds no checkpoint of step {step}, but of {there}")
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of step {step}, but of {steps(directory)}"
+        )
     fault = find_fault(path)
     if fault:
         raise CheckpointError(f"{path} is damaged: {fault}; take another step")

@@ -6,19 +6,28 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, as path[:variants].")
-flags.DEFINE_string("workdir", None, "Where everything the command makes goes.")
-flags.mark_flags_as_required(["config", "workdir"])
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where everything the command makes goes.")
 
 
-def run(main: Callable[[ConfigDict, Path], None]) -> None:
-    """Parses the command line and calls `main` with the locked config and the workdir."""
+def run(main: Callable[..., None], required: Sequence[str] = ("config", "workdir")) -> None:
+    """Parses the command line and calls `main` with the locked config and the workdir.
+
+    Args:
+      required: flags that must be given; config and workdir are None where they are not.
+    """
     logging.set_verbosity(logging.WARNING)  # jax tells at INFO which backends are absent
-    app.run(lambda _: main(_CONFIG.value, Path(flags.FLAGS.workdir)), flags_parser=_parse)
+    flags.mark_flags_as_required(required)
+
+    def start(_: Sequence[str]) -> None:
+        main(_CONFIG.value, None if _WORKDIR.value is None else Path(_WORKDIR.value))
+
+    app.run(start, flags_parser=_parse)
 
 
 @contextlib.contextmanager
@@ -31,7 +40,7 @@ def refuse_bad_input() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
+def _parse(argv: Sequence[str]) -> Any:
     with refuse_bad_input():
         try:
             return flags.FLAGS(argv)

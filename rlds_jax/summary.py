@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlds_jax import run_files
+from rlds_jax import run_files, validation
 
 WHOLE_STEP = "perf/time_per_step"
 # Whose samples, and the scalars whose product is their number of tokens in a step.
@@ -40,7 +40,7 @@ def write(workdir: Path) -> dict[str, Any]:
     """
     scalars = run_files.scalars(workdir)
     validations = [_interval(record) for record in run_files.validations(workdir)]
-    best = max(validations, key=lambda v: v["mean"], default=None)
+    best = validation.best(validations)
     summary = {
         "steps": len(scalars.get(WHOLE_STEP, {})),
         "val_before": next((v for v in validations if v["step"] == 0), None),

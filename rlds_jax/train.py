@@ -1,28 +1,46 @@
-"""Trains a policy with RLDS.
+"""Trains a policy with RLDS, or goes on with a run that was stopped.
 
     python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/tiny
 
-Any field of the config can be set: --config.rollout.group_size=8.
+Any field of the config can be set: --config.rollout.group_size=8. The same command again goes on
+after the newest checkpoint in the workdir.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from rlds_jax import commands, summary
+from rlds_jax.stopping import StopRequested, StopSignals
 from rlds_jax.trainer import Trainer
 
 
 def main(config: ConfigDict, workdir: Path) -> None:
-    with commands.refuse_bad_input():
-        trainer = Trainer(config, workdir)
-    try:
-        trainer.run()
-    finally:
-        trainer.close()
-    print(summary.text(summary.write(workdir), workdir))
+    with StopSignals() as signals:
+        with commands.refuse_bad_input():
+            trainer = Trainer(config, workdir, signals)
+        try:
+            with contextlib.closing(trainer):
+                trainer.run()
+            print(summary.text(summary.write(workdir), workdir))
+        except StopRequested as stop:
+            print(
+                f"stopped by {stop} after step {trainer.completed} of {config.steps}; "
+                "the same command again goes on from there"
+            )
+            raise SystemExit(0 if stop.number == signal.SIGTERM else 130) from None
+        except OSError as error:
+            print(
+                f"error: {error}\nNothing that was saved is lost; when there is room or access "
+                "again, the same command goes on from the newest checkpoint",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

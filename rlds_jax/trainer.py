@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import importlib
-import inspect
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -17,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlds_jax import advantages, sharding, update
+from rlds_jax import advantages, play, sharding, update
+from rlds_jax import workdir as workdirs
 from rlds_jax.batch import Batch, BatchLayout
+from rlds_jax.checkpoint import CheckpointConfig, Checkpoints, abstract_like
 from rlds_jax.losses import LossConfig
 from rlds_jax.metrics import mfu, train_flops
 from rlds_jax.models import hub, weights
+from rlds_jax.models.qwen3 import Params
 from rlds_jax.rollouts import markdown, statistics
-from rlds_jax.rollouts.chat import ChatFormat
 from rlds_jax.rollouts.config import RolloutConfig
-from rlds_jax.rollouts.context import RolloutContext
-from rlds_jax.rollouts.engines.local import LocalEngine
 from rlds_jax.rollouts.group import run_groups
-from rlds_jax.rollouts.prompts import Prompts
+from rlds_jax.rollouts.timing import PhaseClock
 from rlds_jax.rollouts.types import GroupResult, Trajectory
 from rlds_jax.run_log import RunLog
 from rlds_jax.step_batch import (
@@ -37,30 +35,14 @@ from rlds_jax.step_batch import (
     mean_metrics,
     without_guidance_everywhere,
 )
+from rlds_jax.stopping import StopRequested, StopSignals
 from rlds_jax.tasks.base import Item, Task
-from rlds_jax.validation import Validation, ValidationConfig, validate, validation_items
+from rlds_jax.update import TrainState
+from rlds_jax.validation import ValidationConfig, best, validate, validation_items
 
 
 class NonfiniteUpdates(RuntimeError):
     """Loss or gradients were not finite for several updates in a row."""
-
-
-def make_task(config: ConfigDict) -> Task:
-    """Calls `config.factory` ("module:callable") with `config.options`.
-
-    Raises:
-      ValueError: the factory cannot be found, or does not take the options.
-    """
-    module, _, name = config.factory.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"task.factory {config.factory!r} cannot be found: {error}") from error
-    try:
-        inspect.signature(factory).bind(**config.options)
-    except TypeError as error:
-        raise ValueError(f"task.options do not fit {config.factory}: {error}") from error
-    return factory(**config.options)
 
 
 def step_items(items: Sequence[Item], step: int, per_step: int, seed: int) -> list[Item]:
@@ -99,15 +81,22 @@ class Trainer:
 
     Args:
       config: see configs/common.py.
-      workdir: logs, rollouts and the trained policy go here.
+      workdir: logs, rollouts and checkpoints go here; a run that is there already goes on from its
+        newest checkpoint.
+      signals: entered by the caller, so that a signal ends the run between steps.
+
+    Attributes:
+      completed: training steps taken.
 
     Raises:
+      OSError: the workdir, a checkpoint or the model directory cannot be used.
       ValueError: a field of the config does not hold; it is named with its remedy.
     """
 
-    def __init__(self, config: ConfigDict, workdir: Path):
+    def __init__(self, config: ConfigDict, workdir: Path, signals: StopSignals | None = None):
         self.config = config
         self.workdir = workdir
+        self.signals = signals or StopSignals()
         for name in ("seed", "steps"):
             if config[name] < 0:
                 raise ValueError(f"{name} is {config[name]}; it must not be negative")
@@ -121,52 +110,96 @@ class Trainer:
         )
         self.settings = UpdateConfig(**config.training)
         self.validation = ValidationConfig(**config.validation)
+        self.checkpoint = CheckpointConfig(**config.checkpoint)
         self.layout = BatchLayout(**config.batch)
         self.loss = LossConfig(**config.loss)
         compute = update.ComputeConfig(**config.compute)
         optimizer = update.OptimizerConfig(**config.optimizer)
+        transform = update.make_optimizer(optimizer)
         mesh = sharding.make_mesh(**config.mesh)
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
-        self.task = make_task(config.task)
+        self.task = play.make_task(config.task)
         self.train_items = self.task.items("train")
         step_items(self.train_items, 1, config.prompts_per_step, config.seed)
         self.validation_items = validation_items(self.task, self.validation)
 
-        self.source = hub.local_directory(config.model.path)
-        self.chat = ChatFormat.from_directory(self.source, (self.task.observation_role,))
-        self.prompts = Prompts.load(self.rollout.prompts_dir)
-        self.model, params = weights.load(self.source, jnp.float32)
-        transform = update.make_optimizer(optimizer)
-        self.state = jax.device_put(
-            update.init_state(params, transform, jax.random.key(config.seed)),
-            update.state_shardings(self.model, transform, mesh),
-        )
-        params = self.state.params
+        self._lock = workdirs.claim(workdir, config)
+        self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
+        source = hub.local_directory(config.model.path)
+        self.model, params = weights.load(source, jnp.float32)
+        shardings = update.state_shardings(self.model, transform, mesh)
+        params = jax.device_put(params, shardings.params)
         self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
+        self._restore(params, transform, shardings)
         several = self.settings.epochs * self.settings.minibatches > 1
         self._update = update.make_update(
             self.model, optimizer, self.loss, compute, mesh, with_old_logprobs=several
         )
         self._logprobs = update.make_logprobs(self.model, compute) if several else None
-        self.engine = LocalEngine(params, self.model, tokenizer=self.source, **config.engine)
-        self.log = RunLog(workdir, config)
-        self._nonfinite = 0
+        self.context = play.make_context(
+            config, self.task, source, self.model, self.state.params, version=self.completed
+        )
+        self.engine = self.context.engine
+
+    def _restore(self, params: Params, transform: Any, shardings: TrainState) -> None:
+        """Sets state, steps completed and log: of the newest checkpoint, else of step 0."""
+        key = jax.random.key(self.config.seed)
+        fresh = functools.partial(update.init_state, optimizer=transform, rng=key)
+        abstract = jax.eval_shape(fresh, params)
+        found = self.checkpoints.restore(abstract_like(abstract, shardings))
+        self.log = RunLog(self.workdir, self.config, None if found is None else found.step)
+        if found is None:
+            self.state = jax.device_put(fresh(params), shardings)
+            self.completed, self._nonfinite = 0, 0
+        else:
+            self.state = found.state
+            self.completed, self._nonfinite = found.step, found.extra["nonfinite"]
 
     def run(self) -> None:
-        """Every step from the first to the last, and validations between them.
+        """Every step that is left, with validations and checkpoints between them.
 
         Step n is the n-th; validation at step n is of the policy after n steps, 0 of the untrained.
+
+        Raises:
+          StopRequested: by a signal; the last completed step is saved.
         """
-        self.log.say("The first step compiles and takes longer than the others.")
-        self.validate_if_due(0)
-        for step in range(1, self.config.steps + 1):
-            self.step(step)
-            self.validate_if_due(step)
-        weights.save(self.state.params, self.model, self.workdir / "policy", source=self.source)
+        steps = self.config.steps
+        if self.completed >= steps:
+            self.log.say(f"{self.completed} of {steps} steps are done; nothing is left to train")
+        else:
+            after = f"goes on after step {self.completed}; " if self.completed else ""
+            self.log.say(f"{after}the first step compiles and takes longer than the others")
+        try:
+            self._settle()
+            while self.completed < steps:
+                self.step(self.completed + 1)
+                self._settle()
+        except StopRequested:
+            self.save()
+            raise
+        finally:
+            self.checkpoints.wait()
+
+    def _settle(self) -> None:
+        """Validates and saves the state as it is now, where that is due."""
+        step = self.completed
+        self.validate_if_due(step)
+        found = best(self.log.validations)
+        if self.checkpoint.due(step, self.config.steps) or (found and found["step"] == step):
+            self.save()
+        self.checkpoints.check()
+
+    def save(self) -> None:
+        """Saves the state after the last completed step."""
+        found = best(self.log.validations)
+        best_step = found["step"] if found else None
+        self.checkpoints.save(self.completed, self.state, best_step, nonfinite=self._nonfinite)
 
     def close(self) -> None:
         self.engine.close()
         self.log.close()
+        self.checkpoints.close()
+        self._lock.close()
 
     def step(self, step: int) -> dict[str, float]:
         """One training step; returns its metrics, which are logged too.
@@ -191,31 +224,28 @@ class Trainer:
         metrics |= self.engine.metrics()
         metrics |= self._performance(groups, time.perf_counter() - started, metrics)
         self._report(step, metrics)
+        self.completed = step
         return metrics
 
     def rollouts(self, step: int) -> tuple[list[GroupResult], dict[str, float]]:
         """Samples, grades, reflects and retries: 1 to 5 of METHOD section 1."""
         config = self.config
         items = step_items(self.train_items, step, config.prompts_per_step, config.seed)
-        context = self.rollout_context()
-        groups = asyncio.run(run_groups(context, items, step))
+        context = dataclasses.replace(self.context, clock=PhaseClock())
+        groups = self.signals.run(run_groups(context, items, step))
         return groups, statistics.rollout_metrics(groups, self.task, context.clock.seconds())
 
-    def rollout_context(self) -> RolloutContext:
-        return RolloutContext(
-            self.task, self.engine, self.chat, self.prompts, self.rollout, self.config.seed
-        )
-
-    def validate_if_due(self, step: int) -> Validation | None:
-        """Scores the policy after `step` steps on the validation items, and logs it."""
-        if not self.validation.due(step, self.config.steps):
-            return None
+    def validate_if_due(self, step: int) -> None:
+        """Scores the policy after `step` steps on the validation items, unless that is logged."""
+        done = any(record["step"] == step for record in self.log.validations)
+        if done or not self.validation.due(step, self.config.steps):
+            return
         started = time.perf_counter()
-        outcome = validate(self.rollout_context(), self.validation_items, self.validation)
+        work = validate(self.context, self.validation_items, self.validation)
+        outcome = self.signals.run(work)
         self.engine.metrics()  # a training step's are of that step alone
         seconds = {"timing_s/validation": time.perf_counter() - started}
         self.log.validation(step, self.task.name, outcome, seconds)
-        return outcome
 
     def optimise(self, step: int, batches: Sequence[Batch]) -> dict[str, float]:
         """The optimizer steps on a step's batches: 7 of METHOD section 1.

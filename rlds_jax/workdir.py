@@ -62,4 +62,3 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if not name.startswith(FREE)
         and (name not in before or name not in after or before[name] != after[name])
     ]
-

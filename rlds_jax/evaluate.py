@@ -1,0 +1,73 @@
+"""Scores a policy on its task's validation items.
+
+    python -m rlds_jax.evaluate --workdir=runs/tiny [--step=best|last|N]
+    python -m rlds_jax.evaluate --model=DIR --config=configs/frozenlake.py:tiny
+
+One plain rollout per item, as in training (validation.* of the config). --out keeps the result,
+the reward of every item included, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from absl import flags
+from ml_collections import ConfigDict
+
+from rlds_jax import commands, play, saved
+from rlds_jax.models import hub, weights
+from rlds_jax.validation import Validation, ValidationConfig, validate, validation_items
+
+_MODEL = flags.DEFINE_string("model", None, "Hub id or Hugging Face directory, with --config.")
+_STEP = flags.DEFINE_string("step", "best", "Of the workdir's run: best, last or a number.")
+_OUT = flags.DEFINE_string("out", None, "JSON file to write.")
+
+
+def evaluate(config: ConfigDict, step: int, source: Path, model: Any, params: Any) -> Validation:
+    """Plays every validation item of the config's task.
+
+    Args:
+      step: version of the parameters.
+      source, model, params: as in `play.make_context`.
+
+    Raises:
+      OSError, ValueError: the config or the directory does not hold; the message names what.
+    """
+    settings = ValidationConfig(**config.validation)
+    task = play.make_task(config.task)
+    items = validation_items(task, settings)
+    context = play.make_context(config, task, source, model, params, step)
+    try:
+        return asyncio.run(validate(context, items, settings))
+    finally:
+        context.engine.close()
+
+
+def main(config: ConfigDict | None, workdir: Path | None) -> None:
+    with commands.refuse_bad_input():
+        if workdir is not None and config is None and _MODEL.value is None:
+            config = saved.config(workdir)
+            what, (step, *policy) = str(workdir), saved.policy(workdir, _STEP.value)
+        elif _MODEL.value is not None and config is not None and workdir is None:
+            source = hub.local_directory(_MODEL.value)
+            what, step, policy = _MODEL.value, 0, [source, *weights.load(source, jnp.float32)]
+        else:
+            raise ValueError("give --workdir alone, or --model with --config; see --help")
+        outcome = evaluate(config, step, *policy)
+        mean, low, high, n = outcome.reward
+        where = f"{what} after step {step}" if workdir else what
+        print(
+            f"{where}: reward {mean:.3f} [{low:.3f}, {high:.3f}], success {outcome.success:.3f}, "
+            f"n = {n}, {outcome.dropped} dropped"
+        )
+        if _OUT.value is not None:
+            record = {"policy": what, **outcome.record(step)}
+            Path(_OUT.value).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    commands.run(main, required=())
