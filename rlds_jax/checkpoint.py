@@ -115,17 +115,12 @@ class Checkpoints:
         for damaged in faults:
             shutil.rmtree(self._directory / str(damaged))
         self._manager.reload()
-        target = ocp.args.StandardRestore
-        found = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=target(abstract.params),
-                optimizer=target(_beside_params(abstract)),
-                extra=ocp.args.JsonRestore(),
-            ),
-        )
-        state = TrainState(params=found.params, **found.optimizer)
-        return Restored(step, state, found.extra)
+        path = self._directory / str(step)
+        params = _load(path / "params", abstract.params)
+        beside = _load(path / "optimizer", _beside_params(abstract))
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            extra = reader.restore((path / "extra").resolve())
+        return Restored(step, TrainState(params=params, **beside), extra)
 
     def save(self, step: int, state: TrainState, best: int | None, **extra: Any) -> None:
         """Starts to write the state after `step` steps, unless that is there already.
@@ -182,7 +177,7 @@ class Checkpoints:
         """Runs before orbax renames the checkpoint to its final name."""
         unfinished = [d for d in self._directory.iterdir() if d.is_dir() and not d.name.isdigit()]
         for directory in unfinished:
-            files = [path for path in directory.rglob("*") if path.is_file()]
+            files = [path for path in directory.glob("*/**/*") if path.is_file()]  # of the items
             digest = {str(p.relative_to(directory)): [p.stat().st_size, _crc32(p)] for p in files}
             (directory / DIGEST).write_text(json.dumps(digest, indent=1) + "\n")
 
@@ -213,8 +208,7 @@ def load_params(directory: Path, step: int, abstract: Any) -> Any:
     fault = find_fault(path)
     if fault:
         raise CheckpointError(f"{path} is damaged: {fault}; take another step")
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore((path / "params").resolve(), abstract)
+    return _load(path / "params", abstract)
 
 
 def abstract_like(tree: Any, shardings: Any) -> Any:
@@ -257,6 +251,11 @@ class _LatestAndBest:
 def _beside_params(state: TrainState) -> dict[str, Any]:
     names = (field.name for field in dataclasses.fields(TrainState) if field.name != "params")
     return {name: getattr(state, name) for name in names}
+
+
+def _load(item: Path, abstract: Any) -> Any:
+    with ocp.StandardCheckpointer() as reader:
+        return reader.restore(item.resolve(), abstract)
 
 
 def _crc32(path: Path) -> int:
