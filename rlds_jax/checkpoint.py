@@ -78,11 +78,12 @@ class Checkpoints:
         self._kept = _LatestAndBest(keep)
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            for unfinished in _unfinished(directory):
+                shutil.rmtree(unfinished)
             self._manager = ocp.CheckpointManager(
                 directory.resolve(),
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=self._kept,
-                    cleanup_tmp_directories=True,
                     async_options=ocp.AsyncOptions(post_finalization_callback=self._digest),
                 ),
             )
@@ -175,8 +176,7 @@ class Checkpoints:
 
     def _digest(self) -> None:
         """Runs before orbax renames the checkpoint to its final name."""
-        unfinished = [d for d in self._directory.iterdir() if d.is_dir() and not d.name.isdigit()]
-        for directory in unfinished:
+        for directory in _unfinished(self._directory):
             files = [path for path in directory.glob("*/**/*") if path.is_file()]  # of the items
             digest = {str(p.relative_to(directory)): [p.stat().st_size, _crc32(p)] for p in files}
             (directory / DIGEST).write_text(json.dumps(digest, indent=1) + "\n")
@@ -246,6 +246,10 @@ class _LatestAndBest:
         del context
         latest = {checkpoint.step for checkpoint in checkpoints[-self.keep :]}
         return [c.step in latest or c.step == self.best for c in checkpoints]
+
+
+def _unfinished(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.is_dir() and not path.name.isdigit()]
 
 
 def _beside_params(state: TrainState) -> dict[str, Any]:

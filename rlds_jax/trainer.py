@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -123,23 +124,28 @@ class Trainer:
         step_items(self.train_items, 1, config.prompts_per_step, config.seed)
         self.validation_items = validation_items(self.task, self.validation)
 
-        self._lock = workdirs.claim(workdir, config)
-        self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
         source = hub.local_directory(config.model.path)
-        self.model, params = weights.load(source, jnp.float32)
-        shardings = update.state_shardings(self.model, transform, mesh)
-        params = jax.device_put(params, shardings.params)
-        self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
-        self._restore(params, transform, shardings)
+        with contextlib.ExitStack() as opened:  # closed again if anything here fails
+            opened.enter_context(workdirs.claim(workdir, config))
+            self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
+            opened.callback(self.checkpoints.close)
+            self.model, params = weights.load(source, jnp.float32)
+            shardings = update.state_shardings(self.model, transform, mesh)
+            params = jax.device_put(params, shardings.params)
+            self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
+            self._restore(params, transform, shardings)
+            opened.callback(self.log.close)
+            self.context = play.make_context(
+                config, self.task, source, self.model, self.state.params, version=self.completed
+            )
+            self.engine = self.context.engine
+            opened.callback(self.engine.close)
+            self._opened = opened.pop_all()
         several = self.settings.epochs * self.settings.minibatches > 1
         self._update = update.make_update(
             self.model, optimizer, self.loss, compute, mesh, with_old_logprobs=several
         )
         self._logprobs = update.make_logprobs(self.model, compute) if several else None
-        self.context = play.make_context(
-            config, self.task, source, self.model, self.state.params, version=self.completed
-        )
-        self.engine = self.context.engine
 
     def _restore(self, params: Params, transform: Any, shardings: TrainState) -> None:
         """Sets state, steps completed and log: of the newest checkpoint, else of step 0."""
@@ -196,10 +202,7 @@ class Trainer:
         self.checkpoints.save(self.completed, self.state, best_step, nonfinite=self._nonfinite)
 
     def close(self) -> None:
-        self.engine.close()
-        self.log.close()
-        self.checkpoints.close()
-        self._lock.close()
+        self._opened.close()
 
     def step(self, step: int) -> dict[str, float]:
         """One training step; returns its metrics, which are logged too.

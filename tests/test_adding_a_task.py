@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rollouts.rollout_doubles import build_tokenizer, make_context, reflection_json
 
+from rlds_jax.play import make_task
 from rlds_jax.rollouts.group import run_groups
-from rlds_jax.trainer import make_task, step_items
+from rlds_jax.trainer import step_items
 
 DOCS = Path(__file__).parent.parent / "docs" / "adding_a_task.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)

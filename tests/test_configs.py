@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from configs import common, frozenlake
+from rlds_jax.play import make_task
 from rlds_jax.rollouts.config import RolloutConfig
-from rlds_jax.trainer import check_lengths, make_task
+from rlds_jax.trainer import check_lengths
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {

@@ -41,8 +41,35 @@ def test_rollouts_are_json_lines(tmp_path):
     ]
 
 
-def test_a_workdir_holds_one_run_and_its_config(tmp_path):
-    RunLog(tmp_path, CONFIG).close()
-    assert json.loads((tmp_path / "config.json").read_text()) == {"steps": 2}
-    with pytest.raises(ValueError, match="already holds a run"):
-        RunLog(tmp_path, CONFIG)
+def test_a_resumed_log_holds_nothing_twice(tmp_path):
+    """Steps 1 to 3, a half-written line, and again from the checkpoint of step 1."""
+    log = RunLog(tmp_path, CONFIG)
+    for step in (1, 2, 3):
+        log.rollouts(step, [{"uid": "a"}])
+        log.scalars(step, {"critic/rewards/mean": float(step)})
+    log.close()
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 1, "uid"')
+    log = RunLog(tmp_path, CONFIG, restored=1)
+    log.rollouts(2, [{"uid": "b"}])
+    log.scalars(2, {"critic/rewards/mean": -2.0})
+    log.close()
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert records == [{"step": 1, "uid": "a"}, {"step": 2, "uid": "b"}]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    rewards = events.Scalars("critic/rewards/mean")
+    assert [(e.step, e.value) for e in rewards] == [(1, 1.0), (2, -2.0)]
+
+
+def test_without_a_checkpoint_everything_is_dropped(tmp_path):
+    for _ in range(2):
+        log = RunLog(tmp_path, CONFIG)
+        log.rollouts(1, [{"uid": "a"}])
+        log.scalars(1, {"critic/rewards/mean": 1.0})
+        log.close()
+    assert (tmp_path / "rollouts.jsonl").read_text().count("\n") == 1
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("critic/rewards/mean")) == 1

@@ -1,5 +1,6 @@
 """Validation: fixed items and seeds, and honest intervals."""
 
+import asyncio
 import math
 
 import numpy as np
@@ -60,7 +61,7 @@ def test_validations_of_one_policy_are_equal_and_leave_training_as_it_was(tmp_pa
         trainer = Trainer(config, tmp_path / str(seed))
         try:
             outcomes += [
-                validate(trainer.rollout_context(), trainer.validation_items, trainer.validation)
+                asyncio.run(validate(trainer.context, trainer.validation_items, trainer.validation))
                 for _ in range(2)
             ]
         finally:

@@ -1,0 +1,140 @@
+"""Checkpoints: bitwise, the latest and the best, damage found."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlds_jax import checkpoint, update
+from rlds_jax.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+
+OPTIMIZER = update.make_optimizer(update.OptimizerConfig())
+
+
+def state_of(value):
+    params = {"layer": {"kernel": jnp.full((3, 5), value, jnp.float32)}}
+    state = update.init_state(params, OPTIMIZER, jax.random.key(int(value)))
+    return state.replace(step=jnp.int32(value))
+
+
+def abstract():
+    state = state_of(0)
+    return checkpoint.abstract_like(state, jax.tree.map(lambda x: x.sharding, state))
+
+
+def data(tree):
+    return jax.tree.map(
+        lambda x: np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        ),
+        tree,
+    )
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints of steps 1 to 4, the best of which is 1."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        checkpoints.save(step, state_of(step), best=1, nonfinite=step)
+    checkpoints.wait()
+    checkpoints.close()
+    return tmp_path
+
+
+def restore(directory):
+    checkpoints = Checkpoints(directory, keep=2)
+    try:
+        return checkpoints.restore(abstract())
+    finally:
+        checkpoints.close()
+
+
+def damage(directory, step):
+    files = [path for path in (directory / str(step) / "params").rglob("*") if path.is_file()]
+    path = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_newest_comes_back_as_it_was(saved):
+    found = restore(saved)
+    assert (found.step, found.extra) == (4, {"nonfinite": 4})
+    jax.tree.map(np.testing.assert_array_equal, data(found.state), data(state_of(4)))
+
+
+def test_the_latest_and_the_best_are_kept(saved):
+    assert checkpoint.steps(saved) == [1, 3, 4]
+
+
+def test_parameters_are_read_alone(saved):
+    params = checkpoint.load_params(saved, 1, abstract().params)
+    jax.tree.map(np.testing.assert_array_equal, params, state_of(1).params)
+
+
+def test_saving_a_step_again_changes_nothing(saved):
+    checkpoints = Checkpoints(saved, keep=2)
+    checkpoints.save(4, state_of(9), best=1, nonfinite=0)
+    checkpoints.close()
+    assert restore(saved).extra == {"nonfinite": 4}
+
+
+def test_donated_arrays_do_not_reach_a_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    state = jax.device_put(state_of(1))
+    checkpoints.save(1, state, best=None)
+    jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s.params), donate_argnums=0)(state)
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, restore(tmp_path).state.params, state_of(1).params)
+
+
+@pytest.mark.parametrize("how", [damage, lambda d, s: (d / str(s) / "digest.json").unlink()])
+def test_a_damaged_checkpoint_gives_way_to_the_last_good_one(how, saved, caplog):
+    how(saved, 4)
+    assert restore(saved).step == 3
+    assert "checkpoint 4 is damaged" in caplog.text
+    assert checkpoint.steps(saved) == [1, 3]
+
+
+def test_only_damaged_checkpoints_are_an_error_and_stay(saved):
+    for step in (1, 3, 4):
+        damage(saved, step)
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        restore(saved)
+    assert checkpoint.steps(saved) == [1, 3, 4]
+
+
+def test_reading_a_damaged_or_an_absent_step_is_refused(saved):
+    damage(saved, 1)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.load_params(saved, 1, abstract().params)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 2, but of \[1, 3, 4\]"):
+        checkpoint.load_params(saved, 2, abstract().params)
+
+
+def test_nothing_saved_is_nothing_restored(tmp_path):
+    assert restore(tmp_path) is None
+
+
+def test_a_checkpoint_in_the_making_is_not_used(saved):
+    (saved / "4").rename(saved / "4.orbax-checkpoint-tmp")
+    assert restore(saved).step == 3
+    assert sorted(path.name for path in saved.iterdir()) == ["1", "3"]
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        Checkpoints(tmp_path / "file" / "checkpoints", keep=1)
+
+
+@pytest.mark.parametrize(("field", "value"), [("every", -1), ("keep", 0)])
+def test_a_bad_field_is_named(field, value):
+    with pytest.raises(ValueError, match=f"checkpoint.{field} is {value}"):
+        CheckpointConfig(**{field: value})
+
+
+def test_when_a_checkpoint_is_due():
+    assert [step for step in range(8) if CheckpointConfig(every=3).due(step, 7)] == [3, 6, 7]
+    assert [step for step in range(8) if CheckpointConfig(every=0).due(step, 7)] == [7]

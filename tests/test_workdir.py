@@ -1,0 +1,67 @@
+"""A workdir belongs to one process and one config."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from configs import frozenlake
+from rlds_jax import workdir
+
+
+def test_the_config_is_kept_and_accepted_again(tmp_path):
+    config = frozenlake.get_config("tiny")
+    workdir.claim(tmp_path, config).close()
+    assert json.loads((tmp_path / "config.json").read_text())["task"]["options"]["size"] == [4, 4]
+    workdir.claim(tmp_path, config).close()
+
+
+def test_a_run_may_be_made_longer_and_saved_more_often(tmp_path):
+    config = frozenlake.get_config("tiny")
+    workdir.claim(tmp_path, config).close()
+    config.steps, config.checkpoint.every, config.mesh.data = 99, 1, 2
+    workdir.claim(tmp_path, config).close()
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 99
+
+
+def test_other_fields_that_differ_are_listed(tmp_path):
+    config = frozenlake.get_config("tiny")
+    workdir.claim(tmp_path, config).close()
+    config.seed, config.rollout.group_size = 7, 3
+    with pytest.raises(ValueError, match=r"rollout.group_size: 4 -> 3\n  seed: 0 -> 7"):
+        workdir.claim(tmp_path, config)
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+
+
+def test_a_workdir_in_use_is_refused_until_its_process_ends(tmp_path):
+    config = frozenlake.get_config("tiny")
+    hold = (
+        "import sys; from pathlib import Path; from rlds_jax import workdir;"
+        "from configs import frozenlake;"
+        "lock = workdir.claim(Path(sys.argv[1]), frozenlake.get_config('tiny'));"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="in use"):
+            workdir.claim(tmp_path, config)
+        holder.kill()
+    workdir.claim(tmp_path, config).close()
+
+
+def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        workdir.claim(tmp_path / "file" / "run", frozenlake.get_config("tiny"))
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        workdir.claim(tmp_path, frozenlake.get_config("tiny"))
