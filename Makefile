@@ -16,7 +16,6 @@ $(VENV)/.test: $(VENV)/.core
 	touch $@
 
 demo: $(VENV)/.core
-	rm -rf runs/demo
 	$(VENV)/bin/python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/demo
 
 test: $(VENV)/.test

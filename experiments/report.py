@@ -95,11 +95,36 @@ def tiny_policy(result: dict[str, Any]) -> list[str]:
     return _table(["the bundled policy, before RLDS", "share"], rows)
 
 
+def conditions(result: dict[str, Any]) -> list[str]:
+    """RLDS, base_reflection and RLVR under two budgets, and the diagnostics of RLDS."""
+    budgets = {
+        "equal_steps": f"{result['steps']} steps",
+        "equal_tokens": f"{result['tokens']:,} sampled tokens",
+    }
+    rows = [
+        [
+            f"{condition}, {what}",
+            " ".join(f"{mean:.3f}" for mean in found["seeds"]),
+            _interval(found["reward"], ""),
+            "" if condition == "rlvr" else _interval(found["difference"], "+"),
+        ]
+        for budget, what in budgets.items()
+        for condition, found in result[budget].items()
+    ]
+    columns = ["best validation within", "three seeds", "mean, 95% interval", "less RLVR's"]
+    ranges = ", ".join(
+        f"`sdae/{name}` {min(values):.3f} to {max(values):.3f}"
+        for name, values in result["diagnostics"].items()
+    )
+    return [*_table(columns, rows), "", f"Over the seeds of RLDS: {ranges}."]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
     "tiny_policy": tiny_policy,
+    "conditions": conditions,
 }
 
 
@@ -124,6 +149,11 @@ def render(text: str) -> str:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     rule = ["---", *["---:"] * (len(columns) - 1)]
     return ["| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows)]
+
+
+def _interval(found: dict[str, float], sign: str) -> str:
+    mean, low, high = (format(found[name], f"{sign}.3f") for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"
 
 
 def _number(value: float | None, digits: int) -> str:

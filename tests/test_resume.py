@@ -1,4 +1,4 @@
-"""A run that is killed and goes on equals one that was not (METHOD section 1; DESIGN checkpoint)."""
+"""A run that is killed and goes on equals one that was not."""
 
 import json
 import os
