@@ -33,6 +33,7 @@ class RunLog:
     """
 
     def __init__(self, workdir: Path, config: ConfigDict, restored: int | None = None):
+        workdir.mkdir(parents=True, exist_ok=True)
         rollouts, validations = (workdir / name for name in ("rollouts.jsonl", "validation.jsonl"))
         for path in (rollouts, validations):
             run_files.drop_after(path, -1 if restored is None else restored)
