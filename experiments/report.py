@@ -95,6 +95,25 @@ def tiny_policy(result: dict[str, Any]) -> list[str]:
     return _table(["the bundled policy, before RLDS", "share"], rows)
 
 
+def demo(result: dict[str, Any]) -> list[str]:
+    """What `make demo` takes and what it teaches."""
+    summary = result["summary"]
+    phases = summary["step_seconds"]
+    rows = [
+        [name, _number(summary["sampled_tokens"].get(name), 0), f"{seconds:.2f}"]
+        for name, seconds in phases.items()
+    ]
+    before, after = (_interval(summary[name], "") for name in ("val_before", "val_after"))
+    return [
+        *_table(["a step of `make demo`", "sampled tokens", "s"], rows),
+        "",
+        f"Set-up {result['install_s']:.0f} s, run {result['run_s']:.0f} s, both from nothing. "
+        f"Validation on {summary['val_before']['n']} boards: {before} before, {after} after "
+        f"{summary['steps']} steps. Grader parse rate {summary['grader_parse_rate']:.1%}, groups "
+        f"that fell back to GRPO {summary['fallback_group_rate']:.1%}. Phases overlap.",
+    ]
+
+
 def conditions(result: dict[str, Any]) -> list[str]:
     """RLDS, base_reflection and RLVR under two budgets, and the diagnostics of RLDS."""
     budgets = {
@@ -124,6 +143,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "step": step,
     "sdae": sdae,
     "tiny_policy": tiny_policy,
+    "demo": demo,
     "conditions": conditions,
 }
 

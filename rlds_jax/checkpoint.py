@@ -138,6 +138,13 @@ class Checkpoints:
         self._kept.best = best
         if step in self._manager.all_steps():
             return
+        needed = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:  # before orbax meets it in the background
+            raise CheckpointError(
+                f"{self._directory}: the checkpoint of step {step} takes {needed:,} bytes and "
+                f"{free:,} are left"
+            )
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             optimizer=ocp.args.StandardSave(_beside_params(state)),

@@ -1,5 +1,10 @@
 """Checkpoints: bitwise, the latest and the best, damage found."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +116,54 @@ def test_reading_a_damaged_or_an_absent_step_is_refused(saved):
         checkpoint.load_params(saved, 1, abstract().params)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 2, but of \[1, 3, 4\]"):
         checkpoint.load_params(saved, 2, abstract().params)
+
+
+def test_a_checkpoint_that_the_disk_cannot_hold_is_not_begun(saved, monkeypatch):
+    usage = shutil.disk_usage(saved)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    checkpoints = Checkpoints(saved, keep=2)
+    with pytest.raises(CheckpointError, match=r"step 5 takes \d+ bytes and 100 are left"):
+        checkpoints.save(5, state_of(5), best=1, nonfinite=0)
+    checkpoints.close()
+    assert restore(saved).step == 4
+
+
+SAVED_ON_ANOTHER_MESH = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec
+from rlds_jax import checkpoint, update
+
+optimizer = update.make_optimizer(update.OptimizerConfig())
+weights = {"w": jnp.arange(64.0).reshape(8, 8)}
+state = update.init_state(weights, optimizer, jax.random.key(3))
+
+def laid_out(mesh_shape, spec):
+    mesh = jax.make_mesh(mesh_shape, ("data", "fsdp"))
+    axes = lambda x: PartitionSpec(*spec) if x.ndim == 2 else PartitionSpec()
+    return jax.tree.map(lambda x: NamedSharding(mesh, axes(x)), state)
+
+before, after = laid_out((1, 8), (None, "fsdp")), laid_out((2, 4), ("fsdp", "data"))
+checkpoints = checkpoint.Checkpoints(Path(sys.argv[1]), keep=1)
+checkpoints.save(1, jax.device_put(state, before), best=None)
+checkpoints.wait()
+found = checkpoints.restore(checkpoint.abstract_like(state, after)).state
+checkpoints.close()
+assert found.params["w"].sharding == after.params["w"]
+np.testing.assert_array_equal(found.params["w"], weights["w"])
+assert (jax.random.key_data(found.rng) == jax.random.key_data(state.rng)).all()
+"""
+
+
+def test_a_state_saved_on_one_mesh_comes_back_on_another(tmp_path):
+    devices = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", SAVED_ON_ANOTHER_MESH, str(tmp_path)],
+        env=os.environ | {"XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_nothing_saved_is_nothing_restored(tmp_path):
