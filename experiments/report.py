@@ -107,7 +107,8 @@ def demo(result: dict[str, Any]) -> list[str]:
     return [
         *_table(["a step of `make demo`", "sampled tokens", "s"], rows),
         "",
-        f"Set-up {result['install_s']:.0f} s, run {result['run_s']:.0f} s, both from nothing. "
+        f"Set-up {result['install_s']:.0f} s, more where downloads are slow, and run "
+        f"{result['run_s']:.0f} s. "
         f"Validation on {summary['val_before']['n']} boards: {before} before, {after} after "
         f"{summary['steps']} steps. Grader parse rate {summary['grader_parse_rate']:.1%}, groups "
         f"that fell back to GRPO {summary['fallback_group_rate']:.1%}. Phases overlap.",
