@@ -91,7 +91,7 @@ def tiny_policy(result: dict[str, Any]) -> list[str]:
         "grader_parsed": "grader: valid JSON, without a schema",
         "reflector_valid": "reflector: valid reports",
     }
-    rows = [[text, f"{result[key]:.0%}"] for key, text in what.items()]
+    rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
     return _table(["the bundled policy, before RLDS", "share"], rows)
 
 
