@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import traverse_util
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
@@ -79,14 +80,11 @@ class Events:
         self._file.close()
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+def flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """The fields of a nested config by dotted name; None is left out, a list becomes text."""
-    fields: dict[str, bool | int | float | str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            fields |= flat(value, f"{prefix}{name}.")
-        elif isinstance(value, bool | int | float | str):
-            fields[prefix + name] = value
-        elif value is not None:
-            fields[prefix + name] = str(value)
-    return fields
+    fields = traverse_util.flatten_dict(dict(config), sep=".")
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in fields.items()
+        if value is not None
+    }

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from rlds_jax.rollouts.chat import ChatFormat
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.rollouts.context import RolloutContext
-from rlds_jax.rollouts.engines.base import Completion, PromptTooLong
+from rlds_jax.rollouts.engines.base import Completion, PromptTooLong, request_seed
+from rlds_jax.rollouts.group import run_groups
 from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.tasks.base import Item, StepResult, Subtask
 
@@ -220,3 +221,29 @@ def make_context(tokenizer, answer, task=None, max_context=8192, **config):
         config=RolloutConfig(**config),
         run_seed=3,
     )
+
+
+ITEMS = [Item("a", {"length": 3}), Item("b", {"length": 3})]
+
+
+def run(context, items=ITEMS, step=5, **options):
+    return asyncio.run(run_groups(context, items, step, **options))
+
+
+def policy(actor="hmm", retry="right", grader=None, reflector=None):
+    """The actor hesitates, and walks once it has advice in its context."""
+
+    def answer(request):
+        if request.role == "grader":
+            return grades_json() if grader is None else grader
+        if request.role == "reflector":
+            return reflection_json(1) if reflector is None else reflector
+        return retry if "Do: go right" in request.text else actor
+
+    return answer
+
+
+def only(rollout, role, failure, otherwise=None):
+    """Fails requests of one rollout's role in slot 0, answers the rest as `policy`."""
+    bad = {request_seed(3, 5, 0, rollout, role, turn) for turn in range(9)}
+    return lambda request: failure if request.seed in bad else (otherwise or policy())(request)
