@@ -1,15 +1,18 @@
 """Rollout throughput of the local engine beside transformers' `generate`.
 
-    python -m experiments.benchmarks.engine [--format=json] [--repeats=2] [--only=requests,episodes]
+    python -m experiments.benchmarks.engine [--format=json] [--repeats=2] [--only=requests,demo]
 
 The model has 12.6 M random parameters (6 layers, hidden 384, 6/2 heads of 64, MLP 1024, vocabulary
-8192, tied), saved once and loaded by both sides in float32 on two threads. The work is the same:
-temperature 1, every sampled token with its log-probability, exactly n new tokens per request.
+8192, tied), but for the demo's requests. Both sides load it in float32 and have two threads; the
+work is the same: temperature 1, every sampled token with its log-probability, exactly n new tokens
+per request.
 
   requests     256 requests, prompts log-uniform in [32, 256], n log-uniform in [16, 256]
   few          the first 32 of them
   episodes     16 episodes of 5 turns: a 128-token prompt, then 48 sampled and 64 observation
                tokens per turn
+  demo         every request of one RLDS step of the demo, judges' included, to the demo's own
+               model; all at once, so neither side waits for an environment
 
 transformers runs left-padded batches of as many rows as the engine has slots, each to its longest
 n, and gets log-probabilities from `compute_transition_scores`; an episode's turn is one batch of
@@ -29,6 +32,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -37,14 +41,17 @@ import numpy as np
 import torch
 import transformers
 from absl import app, flags
+from ml_collections import ConfigDict
 
+from configs import frozenlake
 from rlds_jax.models import qwen3, weights
 from rlds_jax.models.config import ModelConfig
 from rlds_jax.rollouts.engines.local import LocalEngine
+from rlds_jax.trainer import Trainer
 
 FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "How to print the result.")
 REPEATS = flags.DEFINE_integer("repeats", 2, "Timed passes per side; the best counts.")
-ONLY = flags.DEFINE_list("only", ["requests", "few", "episodes"], "Workloads to run.")
+ONLY = flags.DEFINE_list("only", ["requests", "few", "episodes", "demo"], "Workloads to run.")
 SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine, rows of a transformers batch.")
 
 CONFIG = ModelConfig(
@@ -96,9 +103,9 @@ def make_observations() -> np.ndarray:
 class Ours:
     """The local engine."""
 
-    def __init__(self, params: qwen3.Params):
+    def __init__(self, params: qwen3.Params, config: ModelConfig, max_context: int):
         self._params = params
-        self._engine = LocalEngine(params, CONFIG, num_slots=SLOTS.value, max_context=MAX_CONTEXT)
+        self._engine = LocalEngine(params, config, num_slots=SLOTS.value, max_context=max_context)
 
     async def _sample(self, prompt: list[int], new: int, seed: int) -> list[int]:
         completion = await self._engine.generate(
@@ -141,7 +148,7 @@ class Ours:
 class Theirs:
     """transformers' generate."""
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str | Path):
         torch.set_num_threads(THREADS)
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32
@@ -215,7 +222,9 @@ def machine() -> dict[str, float]:
     }
 
 
-def floor_seconds(contexts: list[tuple[int, int]], ours: Pass, rates: dict[str, float]) -> float:
+def floor_seconds(
+    config: ModelConfig, contexts: list[tuple[int, int]], ours: Pass, rates: dict[str, float]
+) -> float:
     """Least time of a pass: FLOPs and bytes at the measured rates, whichever takes longer.
 
     Args:
@@ -223,30 +232,33 @@ def floor_seconds(contexts: list[tuple[int, int]], ours: Pass, rates: dict[str, 
     """
     per_layer = sum(
         int(np.prod(p.shape[1:]))
-        for path, p in qwen3.parameter_table(CONFIG).items()
+        for path, p in qwen3.parameter_table(config).items()
         if p.stacked and "norm" not in path
     )
-    matrices = CONFIG.num_layers * per_layer
-    unembed = CONFIG.vocab_size * CONFIG.hidden_size
+    matrices = config.num_layers * per_layer
+    unembed = config.vocab_size * config.hidden_size
     lengths = np.concatenate([np.arange(first, last) for first, last in contexts])
-    width = CONFIG.num_layers * CONFIG.head_dim
-    attention = 4 * CONFIG.num_heads * width * lengths.sum()
+    width = config.num_layers * config.head_dim
+    attention = 4 * config.num_heads * width * lengths.sum()
     flops = 2 * (matrices + unembed) * ours.tokens + attention
     flops += 2 * matrices * ours.metrics["engine/prefill_tokens"]
     read = 4 * (matrices + unembed) * ours.metrics["engine/decode_steps"]
-    read += 4 * 2 * CONFIG.num_kv_heads * width * lengths.sum()
+    read += 4 * 2 * config.num_kv_heads * width * lengths.sum()
     return max(flops / rates["gflops"], read / rates["gbytes_s"]) / 1e9
 
 
 def compare(
-    ours: Callable[[], Pass], theirs: Callable[[], Pass], contexts: list[tuple[int, int]]
+    config: ModelConfig,
+    ours: Callable[[], Pass],
+    theirs: Callable[[], Pass],
+    contexts: list[tuple[int, int]],
 ) -> dict[str, float]:
     """Alternates both sides; the best pass of each."""
     ours()
     passes = [(ours(), theirs()) for _ in range(REPEATS.value)]
     best = min((mine for mine, _ in passes), key=lambda p: p.seconds)
     other = min((yours for _, yours in passes), key=lambda p: p.seconds)
-    floor = floor_seconds(contexts, best, machine())
+    floor = floor_seconds(config, contexts, best, machine())
     metrics = best.metrics
     return {
         "tokens": best.tokens,
@@ -267,30 +279,57 @@ def compare(
     }
 
 
+def demo_requests(config: ConfigDict) -> list[Request]:
+    """What one step of `config` asks of its engine."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = Trainer(config, Path(directory))
+        groups, _ = trainer.rollouts(1)
+        trainer.close()
+    requests = []
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for turn in range(trajectory.retry_from or 0, len(trajectory.turns)):
+            sampled = np.flatnonzero(trajectory.turn_ids == turn)
+            if len(sampled):
+                requests.append(Request(trajectory.tokens[: sampled[0]].tolist(), len(sampled)))
+    judged = [judgement for group in groups for judgement in group.judgements]
+    return requests + [Request(j.prompt_ids.tolist(), len(j.ids)) for j in judged if len(j.ids)]
+
+
+def compare_requests(
+    config: ModelConfig, ours: Ours, theirs: Theirs, requests: list[Request]
+) -> dict[str, float]:
+    contexts = [(len(r.prompt), len(r.prompt) + r.new) for r in requests]
+    return compare(
+        config, lambda: ours.requests(requests), lambda: theirs.requests(requests), contexts
+    )
+
+
 def measure() -> dict[str, dict[str, float]]:
     """Runs the chosen workloads on both sides."""
+    results = {}
     params = qwen3.init_params(CONFIG, jax.random.key(0))
-    ours = Ours(params)
+    ours = Ours(params, CONFIG, MAX_CONTEXT)
     with tempfile.TemporaryDirectory() as directory:
         weights.save(params, CONFIG, directory, dtype=jnp.float32)
         theirs = Theirs(directory)
     requests, texts = make_requests(256), make_observations()
-    results = {}
     for name, chosen in (("requests", requests), ("few", requests[:32])):
         if name in ONLY.value:
-            contexts = [(len(r.prompt), len(r.prompt) + r.new) for r in chosen]
-            results[name] = compare(
-                lambda chosen=chosen: ours.requests(chosen),  # type: ignore[misc]
-                lambda chosen=chosen: theirs.requests(chosen),  # type: ignore[misc]
-                contexts,
-            )
+            results[name] = compare_requests(CONFIG, ours, theirs, chosen)
     if "episodes" in ONLY.value:
         starts = [EPISODE_PROMPT + turn * (SAMPLED + OBSERVED) for turn in range(TURNS)]
         contexts = [(start, start + SAMPLED) for start in starts] * EPISODES
         results["episodes"] = compare(
-            lambda: ours.episodes(texts), lambda: theirs.episodes(texts), contexts
+            CONFIG, lambda: ours.episodes(texts), lambda: theirs.episodes(texts), contexts
         )
     ours.close()
+    if "demo" in ONLY.value:
+        config = frozenlake.get_config("tiny")
+        model, params = weights.load(config.model.path)
+        ours = Ours(params, model, config.engine.max_context)
+        chosen = demo_requests(config)
+        results["demo"] = compare_requests(model, ours, Theirs(config.model.path), chosen)
+        ours.close()
     return results
 
 
