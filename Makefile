@@ -8,7 +8,7 @@ VENV ?= .venv
 $(VENV)/.core: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable .
+	$(VENV)/bin/python -m pip install --quiet --editable '.[figures]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.core

@@ -127,12 +127,13 @@ def test_killed_and_resumed_is_as_never_killed(happened, whole, tmp_path):
     assert_equal_runs(workdir, whole)
 
 
-def test_sigterm_saves_and_says_how_to_go_on(whole, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_says_how_to_go_on(number, code, whole, tmp_path):
     workdir = tmp_path / "run"
     flags = ["--config.checkpoint.every=0"]
-    assert stop_when(workdir, rollouts_of(3), signal.SIGTERM, *flags) == 0
+    assert stop_when(workdir, rollouts_of(3), number, *flags) == code
     said = (tmp_path / "run.log").read_text()
-    assert "stopped by SIGTERM after step" in said
+    assert f"stopped by {number.name} after step" in said
     assert "Traceback" not in said
     kept = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
     assert kept >= 2
