@@ -22,7 +22,7 @@ from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.checkpoint import CheckpointConfig, Checkpoints, abstract_like
 from rlds_jax.losses import LossConfig
 from rlds_jax.metrics import mfu, train_flops
-from rlds_jax.models import hub, weights
+from rlds_jax.models import attention_gate, hub, weights
 from rlds_jax.models.qwen3 import Params
 from rlds_jax.rollouts import markdown, statistics
 from rlds_jax.rollouts.config import RolloutConfig
@@ -130,9 +130,12 @@ class Trainer:
             self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
             opened.callback(self.checkpoints.close)
             self.model, params = weights.load(source, jnp.float32)
+            sharding.check_mesh(self.model, mesh, self.layout.rows)
+            attention = attention_gate.choose(compute.attention, self.model, compute.dtype)
+            compute = dataclasses.replace(compute, attention=attention)
             shardings = update.state_shardings(self.model, transform, mesh)
             params = jax.device_put(params, shardings.params)
-            self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
+            self.reference = self._reference(params, compute.dtype)
             self._restore(params, transform, shardings)
             opened.callback(self.log.close)
             self.context = play.make_context(
@@ -145,7 +148,13 @@ class Trainer:
         self._update = update.make_update(
             self.model, optimizer, self.loss, compute, mesh, with_old_logprobs=several
         )
-        self._logprobs = update.make_logprobs(self.model, compute) if several else None
+        self._logprobs = update.make_logprobs(self.model, compute, mesh) if several else None
+
+    def _reference(self, params: Params, dtype: str) -> Params | None:
+        """The frozen reference policy, kept as its forward computes, or None without a KL."""
+        if not self.loss.needs_reference:
+            return None
+        return jax.tree.map(functools.partial(jnp.array, dtype=dtype, copy=True), params)
 
     def _restore(self, params: Params, transform: Any, shardings: TrainState) -> None:
         """Sets state, steps completed and log: of the newest checkpoint, else of step 0."""
