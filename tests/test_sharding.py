@@ -95,7 +95,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_would():
 
 
 def test_rows_that_do_not_divide_are_refused_with_a_multiple_that_would():
-    with pytest.raises(ValueError, match="batch.rows is 6.*multiple of 4"):
+    with pytest.raises(ValueError, match=r"batch\.rows is 6.*multiple of 4"):
         sharding.check_mesh(doubles.MODEL, abstract_mesh(replica=2, fsdp=2), rows=6)
     sharding.check_mesh(doubles.MODEL, abstract_mesh(replica=2, fsdp=2), rows=8)
 

@@ -43,7 +43,9 @@ def attend(q, k, v, segment_ids, *, implementation: Choice, mesh: Mesh | None = 
         return function(q, k, v, segment_ids)
     arrays = (q, k, v, segment_ids)
     axes = [("rows", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads")]
-    specs = tuple(spec(mesh, a, x.shape) for a, x in zip([*axes, ("rows", None)], arrays))
+    specs = tuple(
+        spec(mesh, a, x.shape) for a, x in zip([*axes, ("rows", None)], arrays, strict=True)
+    )
     local = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
     return local(*arrays)
 

@@ -7,7 +7,6 @@ compute for padding is finite and means nothing.
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 
@@ -26,15 +25,24 @@ def splash(q, k, v, segment_ids, *, interpret: bool = False):
     """The TPU kernel; skips key blocks after a query block. L must be a multiple of 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_mask as masks,
     )
 
     length, heads = q.shape[1:3]
     block = next(n for n in (BLOCK, 256, 128, length) if length % n == 0)
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = kernels.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     kernel = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([masks.CausalMask((length, length))] * heads),
-        block_sizes=kernels.BlockSizes(**dict.fromkeys(names, block)),
+        block_sizes=sizes,
         interpret=interpret,
     )
 

@@ -83,7 +83,7 @@ def test_auto_takes_the_next_kernel_and_says_so(monkeypatch):
 
 def test_a_wrong_kernel_asked_for_by_name_refuses_to_train():
     with pytest.raises(attention_gate.WrongAttention, match=r"compute.attention=pallas: it leaks"):
-        attention_gate.choose("pallas", MODEL, "float32", list().append, lambda *_: "it leaks")
+        attention_gate.choose("pallas", MODEL, "float32", [].append, lambda *_: "it leaks")
 
 
 def test_every_platform_ends_with_blockwise():
