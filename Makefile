@@ -19,7 +19,7 @@ demo: $(VENV)/.core
 	$(VENV)/bin/python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/demo
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses=auto --dist=loadfile
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .
