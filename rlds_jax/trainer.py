@@ -129,9 +129,8 @@ class Trainer:
             opened.enter_context(workdirs.claim(workdir, config))
             self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
             opened.callback(self.checkpoints.close)
-            self.model, params = weights.load(source, jnp.float32)
-            shardings = update.state_shardings(self.model, transform, mesh)
-            params = jax.device_put(params, shardings.params)
+            shardings = update.state_shardings(weights.load_config(source), transform, mesh)
+            self.model, params = weights.load(source, jnp.float32, shardings.params)
             self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
             self._restore(params, transform, shardings)
             opened.callback(self.log.close)
