@@ -183,7 +183,7 @@ def _block(
         begin = first[0] // rows * length + start
         return _read(files, parameter, [(begin, begin + rows), *rest])
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         return read(*(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
 
     return jax.make_array_from_callback(shape, sharding, shard)
