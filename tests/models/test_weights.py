@@ -81,7 +81,9 @@ def test_companions_and_unknown_config_fields_come_from_the_source(params, direc
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 3
 
 
-def test_faulty_tensors_are_all_named(directory):
+def test_faulty_tensors_are_all_named_before_anything_is_allocated(directory, monkeypatch):
+    monkeypatch.setattr(weights, "_stream", lambda *_: pytest.fail("loading began"))
+
     def change(tensors):
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.extra.weight"] = np.zeros(3, np.float32)
