@@ -127,11 +127,11 @@ def save(
         for parameter in parameter_table(config).values()
         for name in parameter.hf_names
     }
-    tensors = hf_tensors(params, config, dtype)
+    tensors = to_hf_tensors(params, config, dtype)
     safetensors_dir.write(Path(directory), tensors, sizes, shard_bytes, beside)
 
 
-def hf_tensors(params: Params, config: ModelConfig, dtype) -> Iterator[tuple[str, np.ndarray]]:
+def to_hf_tensors(params: Params, config: ModelConfig, dtype) -> Iterator[tuple[str, np.ndarray]]:
     """Checkpoint tensors, name and value in the checkpoint's orientation, fetched one by one.
 
     They are cast and turned on the device.
