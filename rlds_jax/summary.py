@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,7 @@ def write(workdir: Path) -> dict[str, Any]:
         "fallback_group_rate": _mean(scalars, "sdae/fallback_group_rate"),
         "grader_parse_rate": _mean(scalars, "grader/parse_rate"),
     }
-    (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    run_files.write_json(workdir / "summary.json", summary)
     return summary
 
 
