@@ -82,6 +82,7 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int):
         self._directory = directory
         self._kept = _LatestAndBest(keep)
+        logging.getLogger("absl").addFilter(_not_of_orbax)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for unfinished in _unfinished(directory):
@@ -265,6 +266,11 @@ class _LatestAndBest:
         del context
         latest = {checkpoint.step for checkpoint in checkpoints[-self.keep :]}
         return [c.step in latest or c.step == self.best for c in checkpoints]
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """Its threads log, each with a traceback, what `check` and `wait` raise as one error."""
+    return "orbax" not in Path(record.pathname).parts
 
 
 def _is_digest(digest: Any) -> bool:

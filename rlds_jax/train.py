@@ -42,8 +42,7 @@ def main(config: ConfigDict, workdir: Path) -> None:
         except (BatchError, AllRolloutsDropped, NonfiniteUpdates) as error:
             print(
                 f"error: {error}\nWhat was saved is kept. The same command goes on from the newest "
-                "checkpoint, also with another batch.max_micro; most other changes of the config need "
-                "a new workdir",
+                "checkpoint, with another batch.max_micro too; other fields may need a new workdir",
                 file=sys.stderr,
             )
             raise SystemExit(2) from error

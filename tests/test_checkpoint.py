@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,23 @@ def test_a_checkpoint_that_the_disk_cannot_hold_is_not_begun(saved, monkeypatch)
     with pytest.raises(CheckpointError, match=r"step 5 takes \d+ bytes and 100 are left"):
         checkpoints.save(5, state_of(5), best=1, nonfinite=0)
     checkpoints.close()
+    assert restore(saved).step == 4
+
+
+@pytest.mark.parametrize("limit", [400, 1000])
+def test_a_disk_that_fills_while_orbax_writes_is_one_error(limit, saved, capfd):
+    """A file size limit stands in for the disk."""
+    checkpoints = Checkpoints(saved, keep=2)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    try:
+        checkpoints.save(5, state_of(5), best=1, nonfinite=0)
+        with pytest.raises(CheckpointError, match="could not be written"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    checkpoints.close()
+    assert capfd.readouterr().err == ""
     assert restore(saved).step == 4
 
 
