@@ -25,6 +25,9 @@ def run(main: Callable[..., None], required: Sequence[str] = ("config", "workdir
     flags.mark_flags_as_required(required)
 
     def start(_: Sequence[str]) -> None:
+        with refuse_bad_input():
+            if _WORKDIR.value == "":
+                raise ValueError("--workdir is empty; name a directory, . for this one")
         main(_CONFIG.value, None if _WORKDIR.value is None else Path(_WORKDIR.value))
 
     app.run(start, flags_parser=_parse)

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from rlds_jax import commands, play, saved, sharding
 from rlds_jax.models import hub, weights
+from rlds_jax.rollouts.group import AllRolloutsDropped
 from rlds_jax.validation import Validation, ValidationConfig, validate, validation_items
 
 _MODEL = flags.DEFINE_string("model", None, "Hub id or Hugging Face directory, with --config.")
@@ -43,12 +44,20 @@ def evaluate(config: ConfigDict, step: int, source: Path, model: Any, params: An
     context = play.make_context(config, task, source, model, params, step)
     try:
         return asyncio.run(validate(context, items, settings))
+    except AllRolloutsDropped as error:
+        raise ValueError(str(error)) from error
     finally:
         context.engine.close()
 
 
 def main(config: ConfigDict | None, workdir: Path | None) -> None:
     with commands.refuse_bad_input():
+        if _OUT.value is not None and not Path(_OUT.value).absolute().parent.is_dir():
+            raise ValueError(f"--out is {_OUT.value}; its directory does not exist")
+        if workdir is None and _STEP.present:
+            raise ValueError("--step is of the run in --workdir; a model has none")
+        if config is not None and "task" not in config:
+            raise ValueError("--config names no task to play; give that of a task")
         if workdir is not None and config is None and _MODEL.value is None:
             config = saved.config(workdir)
             what, (step, *policy) = str(workdir), saved.policy(workdir, _STEP.value)
