@@ -45,6 +45,7 @@ def evaluate(config: ConfigDict, step: int, source: Path, model: Any, params: An
         return asyncio.run(validate(context, items, settings))
     finally:
         context.engine.close()
+        task.close()
 
 
 def main(config: ConfigDict | None, workdir: Path | None) -> None:

@@ -97,7 +97,7 @@ class ScienceWorldEnvironment:
         if ended_by:
             return self._end(ended_by, reply.text)
         left = self._max_turns - len(self.turns)
-        return StepResult(f"{reply.text}\n\n{texts.reminder(left)}")
+        return StepResult(f"{reply.text}\n\n{texts.reminder(left)}", score=self._score)
 
     async def conclude(self, ended_by: str) -> StepResult:
         return self._end(ended_by)
@@ -112,15 +112,20 @@ class ScienceWorldEnvironment:
             self._lease.close()
             self._lease = None
 
+    @property
+    def _jvm(self) -> Jvm:
+        assert self._lease is not None
+        return self._lease.jvm
+
     async def _reply(self, action: str | None) -> _Reply:
         if action is None:
             return _Reply(texts.NO_ACTION, rejected=True)
         if commands.is_reset(action):
             return _Reply(texts.BLOCKED, rejected=True)
         if action.lower() in commands.META:
-            return _Reply(_without_reset(await self._call(Jvm.ask, action)))
+            return _Reply(_without_reset(await self._call(self._jvm.ask, action)))
         asked, self._asked = self._asked, False
-        answer = await self._call(Jvm.step, action)
+        answer = await self._call(self._jvm.step, action)
         self._score = answer.score
         over = "completed" if answer.completed else "wrong_focus" if answer.score < 0 else None
         verdict = commands.verdict(answer.observation)
@@ -137,7 +142,7 @@ class ScienceWorldEnvironment:
     async def _call(self, method: Callable[..., T], *args: Any) -> T:
         assert self._lease is not None
         try:
-            return await self._lease.run(method, self._lease.jvm, *args)
+            return await self._lease.run(method, *args)
         except JvmFailed as error:
             self._done = True
             raise EpisodeError(error.reason) from error
@@ -160,6 +165,7 @@ class ScienceWorldEnvironment:
             reward=terms.total,
             success=terms.base == 1,
             ended_by=ended_by,
+            score=self._score,
             metrics={
                 "score": 100 * terms.base,
                 "rejected_turns": self._rejected,

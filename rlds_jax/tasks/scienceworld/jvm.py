@@ -115,6 +115,7 @@ class Jvm:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
+                cwd=os.path.dirname(JAR_PATH),  # it reads a table of types there
                 env=_environment((*_SMALL, *_DETERMINISTIC) if deterministic else _SMALL),
                 start_new_session=True,
             )

@@ -8,18 +8,18 @@ from rlds_jax.tasks.scienceworld.commands import META, Command
 from rlds_jax.tasks.scienceworld.reward import PlayedTurn
 
 _SYSTEM = """\
-You do science experiments in a simulated house by typing commands. You are given one task and score \
-points, up to 100, for each part of it that you bring about. Work out the subgoals first, find the \
-things they need, and watch what each command changes.
+You do science experiments in a simulated house by typing commands. You are given one task and \
+score points, up to 100, for each part of it that you bring about. Work out the subgoals first, \
+find the things they need, and watch what each command changes.
 
 Commands (OBJ is the name of a thing, PLACE that of a room):
 {commands}
 Free of game time, but each takes a turn of yours:
 {meta}
 
-`focus on` is how an answer is given: focus only on what the task names, and only when you have it. \
-A wrong focus ends the task. If the simulator asks which of several things you mean, answer with the \
-number alone.
+`focus on` is how an answer is given: focus only on what the task names, and only when you have \
+it. A wrong focus ends the task. If the simulator asks which of several things you mean, answer \
+with the number alone.
 
 You have {turns} turns. Doing the same thing {repeats} turns running ends the task. In each turn \
 write your reasoning and then exactly one command:
