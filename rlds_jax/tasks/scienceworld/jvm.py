@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -32,7 +33,6 @@ _INSTALL = (
     "openjdk-17-jre-headless, brew install openjdk@17) or point JAVA_HOME at one"
 )
 _SMALL = (
-    "-Xmx128m",
     "-XX:+UseSerialGC",
     "-XX:TieredStopAtLevel=1",
     "-XX:-UsePerfData",  # no file in the temporary directory to outlive a kill
@@ -41,6 +41,8 @@ _SMALL = (
 # Identity hashes order the simulator's hash maps; drawn at random, no two JVMs agree.
 _DETERMINISTIC = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 _OTHER_OPTIONS = ("_JAVA_OPTIONS", "JDK_JAVA_OPTIONS")  # both would override JAVA_TOOL_OPTIONS
+
+logging.getLogger("py4j").setLevel(logging.WARNING)  # it reports every killed JVM in a traceback
 
 
 class JavaMissing(RuntimeError):
@@ -92,6 +94,7 @@ class Jvm:
     Args:
       deterministic: identical episodes whatever the JVM and its past.
       deadline: seconds one call may take.
+      heap_mb: an episode needs less than the default; working out a solution may need more.
 
     Attributes:
       episodes: loads so far.
@@ -104,9 +107,8 @@ class Jvm:
 
     start_deadline = 120.0
 
-    def __init__(self, deterministic: bool = True, deadline: float = 60.0):
+    def __init__(self, deterministic: bool = True, deadline: float = 60.0, heap_mb: int = 128):
         self.episodes = 0
-        self._score = 0
         self._socket: Any = None
         with tempfile.TemporaryFile() as stderr:
             self.process = subprocess.Popen(
@@ -116,7 +118,9 @@ class Jvm:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 cwd=os.path.dirname(JAR_PATH),  # it reads a table of types there
-                env=_environment((*_SMALL, *_DETERMINISTIC) if deterministic else _SMALL),
+                env=_environment(
+                    f"-Xmx{heap_mb}m", *_SMALL, *(_DETERMINISTIC if deterministic else ())
+                ),
                 start_new_session=True,
             )
             _LIVE.add(self)
@@ -142,7 +146,10 @@ class Jvm:
         assert stdout is not None
         port, token = int(stdout.readline()), stdout.readline().decode().strip()
         parameters = GatewayParameters(
-            port=port, auth_token=token, read_timeout=deadline, enable_memory_management=False
+            port=port,
+            auth_token=token,
+            read_timeout=self.start_deadline,
+            enable_memory_management=False,
         )
         client = _OneConnection(parameters)
         self._socket = client.connection.socket
@@ -154,6 +161,7 @@ class Jvm:
         java.lang.System.setOut(java.io.PrintStream(java.io.OutputStream.nullOutputStream()))
         stdout.close()
         self._server = gateway.jvm.scienceworld.runtime.pythonapi.PythonInterface()
+        self._socket.settimeout(deadline)
 
     def call(self, method: str, *args: Any) -> Any:
         """Calls a method of the simulator's Python interface.
@@ -183,7 +191,6 @@ class Jvm:
           ValueError: the simulator does not know the task or the variation.
         """
         self.episodes += 1
-        self._score = 0  # the simulator's own is the previous episode's until the first command
         said = self.call("load", task, variation, simplification, gold)
         parts = [
             self.call(method).strip()
@@ -206,7 +213,11 @@ class Jvm:
         return Answer(observation, score, self.call("getCompleted"))
 
     def ask(self, command: str) -> str:
-        """Sends a command that lists something and changes nothing."""
+        """Sends a command that lists something and changes nothing.
+
+        The score must not be read after it: until an episode's first `step` the simulator holds
+        that of the episode before.
+        """
         return self.call("step", command).strip()
 
     def gold_path(self) -> list[str]:
@@ -270,7 +281,7 @@ def _java() -> str:
     return java
 
 
-def _environment(options: tuple[str, ...]) -> dict[str, str]:
+def _environment(*options: str) -> dict[str, str]:
     """This process's environment with the JVM's options, which take the place of the user's own."""
     own = {name: value for name, value in os.environ.items() if name not in _OTHER_OPTIONS}
     return own | {"JAVA_TOOL_OPTIONS": " ".join(options)}
