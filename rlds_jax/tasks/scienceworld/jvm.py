@@ -192,6 +192,8 @@ class Jvm:
         """
         self.episodes += 1
         said = self.call("load", task, variation, simplification, gold)
+        self.call("score_$eq", 0.0)  # which loading leaves as the episode before it ended
+        self.call("isComplete_$eq", False)
         parts = [
             self.call(method).strip()
             for method in ("getTaskDescription", "freeActionLook", "freeActionInventory")
@@ -213,11 +215,7 @@ class Jvm:
         return Answer(observation, score, self.call("getCompleted"))
 
     def ask(self, command: str) -> str:
-        """Sends a command that lists something and changes nothing.
-
-        The score must not be read after it: until an episode's first `step` the simulator holds
-        that of the episode before.
-        """
+        """Sends a command that lists something and changes nothing."""
         return self.call("step", command).strip()
 
     def gold_path(self) -> list[str]:

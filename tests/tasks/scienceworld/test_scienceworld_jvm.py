@@ -134,9 +134,11 @@ def test_lists_advance_nothing(jvm):
 
 
 @pytest.mark.jvm
-def test_a_wrong_focus_is_negative(jvm):
+def test_a_wrong_focus_is_negative_in_its_own_episode_alone(jvm):
     jvm.load("boil", 0, "easy")
     assert jvm.step("focus on agent")[1:] == (-100, False)
+    jvm.load("boil", 0, "easy")
+    assert jvm.step("task")[1:] == (0, False)
 
 
 @pytest.mark.jvm
