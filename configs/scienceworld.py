@@ -29,8 +29,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.task.options = section(ScienceWorld, split_tasks="split_tasks" in chosen)
     config.advantage.num_turns = 32
     config.rollout.update(max_prompt_tokens=8192, max_response_tokens=8192, temperature=1.0)
-    # A judge reads prompt, guidance and response, and its own instructions, and answers. The rows
-    # of a step are 64 groups of up to 10 and 128 auxiliary pairs, each in a row of its own at worst.
+    # A judge reads prompt, guidance and response, and its own instructions, and answers. At worst
+    # each rollout of the 64 groups, up to 10, and each of 128 auxiliary pairs fills a row.
     config.engine.update(num_slots=128, max_context=20480)
     config.batch.update(rows=2, row_length=20480, max_micro=384)
     return config.lock()

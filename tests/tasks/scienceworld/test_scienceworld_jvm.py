@@ -177,7 +177,6 @@ def test_a_broken_simulator_fails_its_call(jvm):
     """A Java exception is not an observation."""
     broken = Jvm()
     with pytest.raises(JvmFailed) as error:
-        broken.step("look around")  # nothing is loaded: it has no agent to ask about
         broken.call("noSuchMethod")
     assert error.value.reason == "jvm_error"
     assert not broken.alive
