@@ -2,12 +2,12 @@
 
     python -m experiments.benchmarks.scienceworld [--format=json] [--seconds=20]
 
-For 1, 2, 4 and 8 JVMs at once the table gives lean steps per second (command, score and completion,
-as an episode calls them), their ratio to the library's `ScienceWorldEnv.step` with its default
-flags in one JVM, and the resident memory per JVM afterwards. Then: the library's step, its memory,
-the time to start a JVM, to start an episode, and to replay 30 turns. Every JVM plays the
-simulator's own solutions of a few tasks over and over; starting episodes is not counted in the
-steps. Takes about three minutes on two CPU cores.
+For 1, 2, 4 and 8 JVMs at once the table gives lean steps per second (those an episode takes), their
+ratio to the library's `ScienceWorldEnv.step` with its default flags in one JVM, and the resident
+memory per JVM afterwards. Then: the library's step, its memory, and the time to start a JVM, to
+start an episode, and to replay 30 turns. Every JVM plays the simulator's own solutions of a few
+tasks over and over; starting episodes is not counted in the steps. Takes about three minutes on two
+CPU cores.
 """
 
 from __future__ import annotations

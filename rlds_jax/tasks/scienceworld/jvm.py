@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 try:
@@ -20,7 +21,7 @@ try:
         JavaGateway,
         find_jar_path,
     )
-    from py4j.protocol import Py4JError
+    from py4j.protocol import Py4JError, Py4JNetworkError
     from scienceworld.constants import JAR_PATH
 except ImportError as error:
     raise ImportError(
@@ -40,6 +41,7 @@ _SMALL = (
 )
 # Identity hashes order the simulator's hash maps; drawn at random, no two JVMs agree.
 _DETERMINISTIC = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
+_UNKNOWN = "Unknown action."  # where the simulator has nothing to say
 _OTHER_OPTIONS = ("_JAVA_OPTIONS", "JDK_JAVA_OPTIONS")  # both would override JAVA_TOOL_OPTIONS
 
 logging.getLogger("py4j").setLevel(logging.WARNING)  # it reports every killed JVM in a traceback
@@ -110,6 +112,7 @@ class Jvm:
     def __init__(self, deterministic: bool = True, deadline: float = 60.0, heap_mb: int = 128):
         self.episodes = 0
         self._socket: Any = None
+        self._agent: Any = None
         with tempfile.TemporaryFile() as stderr:
             self.process = subprocess.Popen(
                 [_java(), "-cp", f"{find_jar_path()}{os.pathsep}{JAR_PATH}"]
@@ -169,13 +172,16 @@ class Jvm:
         Raises:
           JvmFailed: it cannot go on, and has been killed.
         """
-        try:
+        with self._killing():
             return getattr(self._server, method)(*args)
+
+    @contextlib.contextmanager
+    def _killing(self) -> Iterator[None]:
+        """Kills the JVM when a call to it fails."""
+        try:
+            yield
         except (Py4JError, OSError) as error:
-            died = self.process.poll() is not None
-            timed_out = isinstance(getattr(error, "cause", None), TimeoutError)
-            reason = "jvm_died" if died else "jvm_deadline" if timed_out else "jvm_error"
-            raise self._failed(reason, f"{method}: {error}") from error
+            raise self._failed(_reason(error), str(error)) from error
         except BaseException:  # an answer that is still to come must not be taken for the next
             self.kill()
             raise
@@ -192,27 +198,31 @@ class Jvm:
         """
         self.episodes += 1
         said = self.call("load", task, variation, simplification, gold)
-        self.call("score_$eq", 0.0)  # which loading leaves as the episode before it ended
-        self.call("isComplete_$eq", False)
         parts = [
             self.call(method).strip()
             for method in ("getTaskDescription", "freeActionLook", "freeActionInventory")
         ]
         if wrong := next((text for text in (said, *parts) if text.startswith("ERROR:")), None):
             raise ValueError(f"ScienceWorld task {task!r}, variation {variation}: {wrong}")
+        self._agent = self.call("agentInterface").get()
         return "\n\n".join(parts)
 
     def step(self, command: str) -> Answer:
         """Sends one command.
 
+        It goes past the Python interface, which describes room, inventory and everything in sight
+        at each step for a history that nobody reads, and keeps its score beyond the episode.
+
         Raises:
           JvmFailed: as `call`, and when the simulator itself broke down.
         """
-        observation = self.call("step", command).strip()
-        score = round(100 * self.call("getScore"))
-        if score < 0 and self.call("agentInterface").get().isInErrorState():
+        with self._killing():
+            answer = self._agent.step(command)
+            observation, score, completed = answer._1(), answer._2(), answer._3()
+            broken = score < 0 and self._agent.isInErrorState()
+        if broken:
             raise self._failed("simulator_error", observation)
-        return Answer(observation, score, self.call("getCompleted"))
+        return Answer(observation.strip() or _UNKNOWN, round(100 * score), completed)
 
     def ask(self, command: str) -> str:
         """Sends a command that lists something and changes nothing."""
@@ -269,6 +279,13 @@ def check_java(version: str) -> None:
     major = int(version.removeprefix("1.").partition(".")[0])
     if major < OLDEST_JAVA:
         raise JavaMissing(f"{_INSTALL}; this is Java {major}")
+
+
+def _reason(error: Exception) -> str:
+    """What a failed call is counted under."""
+    if isinstance(getattr(error, "cause", None), TimeoutError):
+        return "jvm_deadline"
+    return "jvm_died" if isinstance(error, Py4JNetworkError | OSError) else "jvm_error"
 
 
 def _java() -> str:

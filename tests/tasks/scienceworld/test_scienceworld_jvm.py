@@ -138,7 +138,7 @@ def test_a_wrong_focus_is_negative_in_its_own_episode_alone(jvm):
     jvm.load("boil", 0, "easy")
     assert jvm.step("focus on agent")[1:] == (-100, False)
     jvm.load("boil", 0, "easy")
-    assert jvm.step("task")[1:] == (0, False)
+    assert jvm.step("inventory").score >= 0
 
 
 @pytest.mark.jvm

@@ -169,7 +169,7 @@ def test_random_episodes_repeat_themselves_on_any_jvm():
 
 @pytest.mark.slow
 def test_two_hundred_random_episodes_repeat_themselves():
-    check_replays(number=200, turns=12)
+    check_replays(number=200, turns=8)
 
 
 KEY = RolloutKey(step=1, slot=0, rollout=0)
