@@ -39,7 +39,7 @@ _SMALL = (
     "-XX:-UsePerfData",  # no file in the temporary directory to outlive a kill
     "-XX:+ExitOnOutOfMemoryError",
 )
-# Identity hashes order the simulator's hash maps; drawn at random, no two JVMs agree.
+# Identity hashes order the simulator's hash maps, and by default depend on the JVM's past.
 _DETERMINISTIC = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 _UNKNOWN = "Unknown action."  # where the simulator has nothing to say
 _OTHER_OPTIONS = ("_JAVA_OPTIONS", "JDK_JAVA_OPTIONS")  # both would override JAVA_TOOL_OPTIONS
