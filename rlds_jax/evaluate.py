@@ -48,6 +48,7 @@ def evaluate(config: ConfigDict, step: int, source: Path, model: Any, params: An
         raise ValueError(str(error)) from error
     finally:
         context.engine.close()
+        task.close()
 
 
 def main(config: ConfigDict | None, workdir: Path | None) -> None:

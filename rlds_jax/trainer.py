@@ -126,6 +126,7 @@ class Trainer:
 
         source = hub.local_directory(config.model.path)
         with contextlib.ExitStack() as opened:  # closed again if anything here fails
+            opened.callback(self.task.close)
             opened.enter_context(workdirs.claim(workdir, config))
             self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
             opened.callback(self.checkpoints.close)
