@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from rlds_jax import commands, summary
 from rlds_jax.stopping import StopRequested, StopSignals
+from rlds_jax.tasks.base import TaskUnavailable
 from rlds_jax.trainer import Trainer
 
 
@@ -34,10 +35,10 @@ def main(config: ConfigDict, workdir: Path) -> None:
                 "the same command again goes on from there"
             )
             raise SystemExit(0 if stop.number == signal.SIGTERM else 130) from None
-        except OSError as error:
+        except (OSError, TaskUnavailable) as error:
             print(
-                f"error: {error}\nNothing that was saved is lost; when there is room or access "
-                "again, the same command goes on from the newest checkpoint",
+                f"error: {error}\nNothing that was saved is lost; when that is mended, the same "
+                "command goes on from the newest checkpoint",
                 file=sys.stderr,
             )
             raise SystemExit(2) from error

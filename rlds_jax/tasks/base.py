@@ -63,6 +63,13 @@ class EpisodeError(Exception):
         self.reward = reward
 
 
+class TaskUnavailable(Exception):
+    """What a task cannot do without is gone (its server is down): the run stops.
+
+    The message says what is gone and what to do; the same command goes on from the last step.
+    """
+
+
 class Environment(Protocol):
     """One episode on one item. Used by one coroutine at a time; `close` is always called."""
 
@@ -122,3 +129,7 @@ class Task(Protocol):
     def items(self, split: Literal["train", "validation"]) -> Sequence[Item]: ...
 
     def environment(self, item: Item) -> Environment: ...
+
+    def close(self) -> None:
+        """Lets go of what the environments share; called once, after the last of them."""
+        ...
