@@ -1,7 +1,7 @@
 """Tool calls in the Hermes form, as the policy writes them (METHOD section 6, HotpotQA).
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Whatever the policy writes, the
-parser answers: with calls that can be executed, and with calls that cannot and why.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Whatever the policy writes,
+the parser answers: with calls that can be executed, and with calls that cannot and why.
 """
 
 from __future__ import annotations

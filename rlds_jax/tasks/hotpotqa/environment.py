@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rlds_jax.tasks.base import StepResult
@@ -170,7 +170,7 @@ class HotpotQAEnvironment:
     async def close(self) -> None:
         self._done = True
 
-    def _read(self, text: str) -> list[Mapping[str, Any] | MalformedCall]:
+    def _read(self, text: str) -> list[dict[str, Any] | MalformedCall]:
         """The turn's calls as checked arguments, counted."""
         checked = [
             check_arguments(call, [SEARCH]) if isinstance(call, ToolCall) else call
@@ -182,7 +182,7 @@ class HotpotQAEnvironment:
         self.counts.valid += len(checked) - malformed
         return checked
 
-    async def _execute(self, calls: Sequence[Mapping[str, Any] | MalformedCall]) -> str:
+    async def _execute(self, calls: Sequence[dict[str, Any] | MalformedCall]) -> str:
         """The observation that answers a turn's calls."""
         limit = self._limits.max_parallel_calls
         answers = [await self._answer(call) for call in calls[:limit]]
@@ -192,7 +192,7 @@ class HotpotQAEnvironment:
             answers.append(f"[only the first {limit} of {len(calls)} calls were looked at]")
         return "\n".join(answers)
 
-    async def _answer(self, call: Mapping[str, Any] | MalformedCall) -> str:
+    async def _answer(self, call: dict[str, Any] | MalformedCall) -> str:
         if isinstance(call, MalformedCall):
             return (
                 f"The tool call was not executed: {call.error}. Write <tool_call>"

@@ -7,8 +7,8 @@ The corpus has one {"id": ..., "contents": "\\"title\\"\\ntext"} per line and is
 Stopped at any moment, by kill -9 too, the same command goes on where it was and gives the same
 index. On a finished one it checks the files against the manifest.
 
---faiss takes any FAISS factory string. Flat is exact; IVF65536,PQ96 needs a thirtieth of its memory,
-HNSW32,SQ8 a third, and both are faster and miss some passages.
+--faiss takes any FAISS factory string. Flat is exact; IVF65536,PQ96 needs a thirtieth of its
+memory, HNSW32,SQ8 a third, and both are faster and miss some passages.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def build(
         found = (manifest.corpus, manifest.encoder, manifest.faiss)
         if found != (wanted := (_fingerprint(corpus), encoder.name, factory)):
             raise ValueError(
-                f"{directory} holds a finished index of {found}, not of {wanted}; give another --out"
+                f"{directory} holds a finished index of {found}, not of {wanted}; "
+                "give another --out"
             )
         return manifest
     _new_faiss(encoder.dimension, factory)  # refused before hours of encoding
