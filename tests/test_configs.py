@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import common, frozenlake
+from configs import common, frozenlake, hotpotqa
 from rlds_jax.play import make_task
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.trainer import check_lengths
@@ -16,8 +16,11 @@ from rlds_jax.trainer import check_lengths
 ROOT = Path(__file__).parent.parent
 CONFIGS = {
     name: get_config(arg)
-    for get_config, stem in ((frozenlake.get_config, "frozenlake"),)
-    for arg in ("", "rlvr", "base_reflection", "tiny", "tiny,rlvr", "tiny,base_reflection")
+    for get_config, stem, scales in (
+        (frozenlake.get_config, "frozenlake", ("", "tiny,")),
+        (hotpotqa.get_config, "hotpotqa", ("",)),
+    )
+    for arg in (scale + condition for scale in scales for condition in common.CONDITIONS)
     for name in [f"{stem}:{arg}"]
 }
 
@@ -54,23 +57,29 @@ def test_a_config_is_locked_and_consistent(name):
         config.rollout.no_such_field = 1
     rollout = RolloutConfig(**config.rollout)
     check_lengths(rollout, config.engine.max_context, config.batch.row_length)
-    assert len(make_task(config.task).items("validation")) == 500
-    assert len(make_task(config.task).items("train")) == 20_000
+    task = make_task(config.task)
+    assert (task.train_items, task.validation_items) == (20_000, 500)
+    assert config.advantage.num_turns >= task.max_turns
+    if task.name == "frozenlake":  # the others' items are data sets
+        assert (len(task.items("validation")), len(task.items("train"))) == (500, 20_000)
 
 
-def test_paper_scale_is_that_of_the_method():
-    config, rlvr = frozenlake.get_config(), frozenlake.get_config("rlvr")
+@pytest.mark.parametrize(("module", "turns"), [(frozenlake, 10), (hotpotqa, 5)])
+def test_paper_scale_is_that_of_the_method(module, turns):
+    config, rlvr = module.get_config(), module.get_config("rlvr")
     assert (config.steps, config.prompts_per_step) == (312, 64)
     rollout = config.rollout
     assert (rollout.group_size, rollout.retry_budget, rlvr.rollout.group_size) == (6, 3, 10)
     assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (1024, 4096)
-    assert (rollout.temperature, config.task.options.max_turns) == (0.7, 10)
+    assert (rollout.temperature, config.task.options.max_turns) == (0.7, turns)
     assert (config.optimizer.learning_rate, config.loss.kl_coefficient) == (1e-6, 1e-3)
 
 
-@pytest.mark.parametrize("scale", ["", "tiny,"])
-def test_conditions_differ_by_rollout_settings_alone(scale):
-    by_condition = {c: frozenlake.get_config(scale + c) for c in common.CONDITIONS}
+@pytest.mark.parametrize(
+    ("module", "scale"), [(frozenlake, ""), (frozenlake, "tiny,"), (hotpotqa, "")]
+)
+def test_conditions_differ_by_rollout_settings_alone(module, scale):
+    by_condition = {c: module.get_config(scale + c) for c in common.CONDITIONS}
     sizes = {"rlds": by_condition["rlds"].rollout.group_size}
     for config in by_condition.values():
         fields = config.to_dict()

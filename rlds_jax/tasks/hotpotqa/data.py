@@ -44,7 +44,8 @@ def _load(path: str, split: Split) -> Any:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"task.options.data_path: {path!r} has no {split} split of config {_CONFIG!r} that "
-            f"can be loaded: {error}"
+            f"can be loaded (a local directory needs the README.md of the hub's, which names the "
+            f"configs): {error}"
         ) from error
     missing = {"question", "answer"} - set(rows.column_names)
     if missing:
