@@ -86,6 +86,7 @@ def test_only_the_commands_of_the_retriever_load_the_torch_encoder():
 def test_training_loads_no_torch_and_no_tensorflow():
     """transformers would import torch where it is installed; nothing of ours may ask it to."""
     heavy = ("torch", "vllm", "tensorflow", "faiss", "datasets")
-    code = f"import rlds_jax.train, rlds_jax.tasks.hotpotqa.task, sys; print([m for m in {heavy} if m in sys.modules])"
+    loaded = "import rlds_jax.train, rlds_jax.tasks.hotpotqa.task, sys"
+    code = f"{loaded}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -79,7 +79,7 @@ def test_a_bad_row_is_named_with_its_field(write, field, value):
 
 def test_a_missing_field_is_named(write):
     rows = [{k: v for k, v in row(i).items() if k != "answer"} for i in range(2)]
-    with pytest.raises(ValueError, match="no field .'answer'."):
+    with pytest.raises(ValueError, match=r"no field .'answer'."):
         load_items(write(rows), "train", 2, 0)
 
 
