@@ -109,14 +109,14 @@ def load_articles() -> dict[str, Article]:
     path = Path(spec.submodule_search_locations[0]) / "data" / "summaries_en-us.json"
     rows = json.loads(path.read_text(encoding="utf-8"))
     return {
-        row["title"]: Article(row["title"], row["description"] or "", row["extract"])
+        row["title"]: Article(row["title"], row["description"] or "", row["extract"], row["topic"])
         for row in rows.values()
     }
 
 
 def _pool(articles: Mapping[str, Article], passages: int, seed: int) -> dict[str, Article]:
-    """Half as many articles of people as there are passages, and everything else."""
-    people = [title for title, article in articles.items() if article.description.endswith(")")]
+    """A quarter as many people to compare as there are passages, and everything else."""
+    people = [title for title, article in articles.items() if article.life]
     creators = {a.description.rpartition(" by ")[2] for a in articles.values()}
     order = np.random.default_rng(seed).permutation(len(people))
     dropped = {people[i] for i in order[passages // 4 :]} - creators

@@ -19,7 +19,8 @@ import numpy as np
 _LIFE = re.compile(r"\((?:born )?(\d{4})(?:–(\d{4}))?\)$")
 _WORK = re.compile(r"(.+?) by ([^,(]+)$")
 _CAPITAL = re.compile(
-    r"(?:Federal )?capital(?: city)?(?: and (?:the )?(?:largest|most populous) city)? of (?:the )?(.+)",
+    r"(?:Federal )?capital(?: city)?(?: and (?:the )?(?:largest|most populous) city)?"
+    r" of (?:the )?(.+)",
     re.IGNORECASE,
 )
 _COUNTRY = re.compile(r"Country in (?:the )?(.+)")
@@ -27,11 +28,17 @@ _VALIDATION_SHARE = 0.2
 
 
 class Article(NamedTuple):
-    """An article's title, one-line description and introduction."""
+    """An article's title, one-line description, introduction and topic ("People", ...)."""
 
     title: str
     description: str
     extract: str
+    topic: str
+
+    @property
+    def life(self) -> re.Match[str] | None:
+        """Years of birth and death (or None), where it is a person and they are known."""
+        return _LIFE.search(self.description) if self.topic == "People" else None
 
 
 class Hop(NamedTuple):
@@ -60,7 +67,7 @@ def make_questions(
       articles: by title.
     """
     rng = np.random.default_rng(seed)
-    lives = {t: m for t, a in articles.items() if (m := _LIFE.search(a.description))}
+    lives = {t: m for t, a in articles.items() if (m := a.life)}
     works = [
         (article, match)
         for article in articles.values()
