@@ -31,8 +31,8 @@ SMALL = {
     for article in (
         Article("A Book", "1900 novel by Ada", "", "Arts"),
         Article("A Siege", "Siege by the sea (1500–1501)", "", "History"),
-        Article("Town", "Capital and largest city of Land", "", "Geography"),
-        Article("Land", "Country in West Africa", "", "Geography"),
+        *(Article(f"Town {i}", f"Capital of Land {i}", "", "Geography") for i in range(5)),
+        *(Article(f"Land {i}", "Country in West Africa", "", "Geography") for i in range(5)),
         person("Ada", "1850–1910"),
         *(person(f"P{i}", f"{1800 + i}–{1900 + i}") for i in range(9)),
         person("Alive", "born 1990"),
@@ -47,10 +47,11 @@ def test_questions_of_a_small_encyclopedia():
         ("In which year was the creator of A Book (1900 novel) born?", "1850"),
         ("In which year did the creator of A Book (1900 novel) die?", "1910"),
     }
-    (region,) = by_kind["region"]
-    assert region.question.endswith("whose capital is Town?")
+    region = min(by_kind["region"], key=lambda q: q.question)
+    assert len(by_kind["region"]) == 5
+    assert region.question.endswith("whose capital is Town 0?")
     assert region.answer == "West Africa"
-    assert [hop.title for hop in region.hops] == ["Town", "Land"]
+    assert [hop.title for hop in region.hops] == ["Town 0", "Land 0"]
     assert sum(q.kind == "comparison" for q in made) == 20
     for q in made:
         if q.kind == "comparison":
@@ -76,8 +77,8 @@ def test_the_splits_share_no_entity(questions):
 
 def test_every_answer_stands_in_a_passage_and_not_in_a_bridge_question(articles, questions):
     kinds = Counter(q.kind for q in questions)
-    assert kinds["bridge"] > 200
-    assert kinds["region"] > 80
+    assert kinds["bridge"] > 150
+    assert kinds["region"] > 60
     for q in questions:
         texts = [articles[h.title].title + offline.passage_text(articles[h.title]) for h in q.hops]
         assert any(q.answer in text for text in texts)
@@ -121,21 +122,23 @@ def test_the_offline_task_is_made_once_and_played(tmp_path, monkeypatch):
     """The whole path at a small size: corpus, index, questions, task, episode."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(offline, "load_articles", lambda: SMALL)
-    task = offline.offline(str(tmp_path), passages=14, max_turns=3)
-    made = tmp_path / "14-0"
+    task = offline.offline(str(tmp_path), passages=22, max_turns=3)
+    made = tmp_path / "22-0"
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
-    assert offline.offline(str(tmp_path), passages=14, max_turns=3) == task
+    assert offline.offline(str(tmp_path), passages=22, max_turns=3) == task
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
-    figures = offline.prepare(made, 14)
-    assert figures["passages"] == 14
-    items = [*task.items("train"), *task.items("validation")]
-    assert len(items) == sum(figures["questions_kept"].values())
+    figures = offline.prepare(made, 22)
+    assert figures["passages"] == 20
+    items = task.items("train")
+    kept = figures["questions_kept"]
+    assert len(items) == sum(n for name, n in kept.items() if name.startswith("train/"))
     item = next(i for i in items if "Town" in i.data["question"])
-    turns = [call("Town, capital city"), r"\boxed{west Africa}"]
+    town = item.data["question"].split()[-1].rstrip("?")
+    turns = [call(f"Town {town}, capital city"), r"\boxed{west Africa}"]
     first, (found, end) = play(task.environment(item), turns)
     task.close()
-    assert "whose capital is Town?" in first
-    assert "Capital and largest city of Land" in found.observation
+    assert f"whose capital is Town {town}?" in first
+    assert f"Capital of Land {town}" in found.observation
     assert (end.reward, end.success) == (1, True)
 
 
