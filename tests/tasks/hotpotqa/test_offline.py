@@ -128,7 +128,7 @@ def test_the_offline_task_is_made_once_and_played(tmp_path, monkeypatch):
     assert offline.offline(str(tmp_path), passages=22, max_turns=3) == task
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
     figures = offline.prepare(made, 22)
-    assert figures["passages"] == 20
+    assert figures["passages"] == 22
     items = task.items("train")
     kept = figures["questions_kept"]
     assert len(items) == sum(n for name, n in kept.items() if name.startswith("train/"))
