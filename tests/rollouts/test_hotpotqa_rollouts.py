@@ -51,15 +51,16 @@ def policy(request):
     return r"\boxed{Nile}" if "go right" in request.text else r"\boxed{Congo}"
 
 
-def make(tokenizer, shelf):
+def make(tokenizer, shelf, max_prompt_tokens=4096):
     task = HotpotQA()
     vars(task)["searches"] = shelf  # what the property would have opened
-    return make_context(tokenizer, policy, task, group_size=2, retry_budget=1)
+    sizes = {"max_prompt_tokens": max_prompt_tokens, "max_context": 32768}
+    return make_context(tokenizer, policy, task, group_size=2, retry_budget=1, **sizes)
 
 
-def test_a_group_searches_is_graded_and_retries_from_recorded_turns(qwen_tokenizer):
+def test_a_group_searches_is_graded_and_retries_from_recorded_turns(tokenizer):
     shelf = Shelf()
-    (result,) = run(make(qwen_tokenizer, shelf), [ITEM])
+    (result,) = run(make(tokenizer, shelf), [ITEM])
     assert result.events == {"retry_candidates": 1}
     *originals, retry = result.trajectories
     for original in originals:
@@ -75,7 +76,7 @@ def test_a_group_searches_is_graded_and_retries_from_recorded_turns(qwen_tokeniz
 
 
 def test_the_prompt_fits_its_limit_and_shows_the_tool(qwen_tokenizer):
-    (result,) = run(make(qwen_tokenizer, Shelf()), [ITEM])
+    (result,) = run(make(qwen_tokenizer, Shelf(), max_prompt_tokens=1024), [ITEM])
     original = result.trajectories[0]
     assert original.prompt_length < 600
     prompt = qwen_tokenizer.decode(original.tokens[: original.prompt_length])
@@ -83,6 +84,6 @@ def test_the_prompt_fits_its_limit_and_shows_the_tool(qwen_tokenizer):
     assert "Which river is long?" in prompt
 
 
-def test_a_retriever_that_is_gone_ends_the_step(qwen_tokenizer):
+def test_a_retriever_that_is_gone_ends_the_step(tokenizer):
     with pytest.raises(TaskUnavailable, match="gone"):
-        run(make(qwen_tokenizer, Shelf(TaskUnavailable("gone"))), [ITEM])
+        run(make(tokenizer, Shelf(TaskUnavailable("gone"))), [ITEM])
