@@ -136,7 +136,7 @@ def _comparisons(
     rng: np.random.Generator,
 ) -> list[Question]:
     """Pairs of the same split whose years of birth differ."""
-    made = []
+    made: list[Question] = []
     while len(made) < number and len(people) > 3:
         first, second = (people[i] for i in rng.choice(len(people), size=2, replace=False))
         split = _split(first, held_out)
