@@ -137,7 +137,9 @@ def _comparisons(
 ) -> list[Question]:
     """Pairs of the same split whose years of birth differ."""
     made: list[Question] = []
-    while len(made) < number and len(people) > 3:
+    for _ in range(100 * number if len(people) > 1 else 0):
+        if len(made) == number:
+            break
         first, second = (people[i] for i in rng.choice(len(people), size=2, replace=False))
         split = _split(first, held_out)
         years = int(lives[first][1]), int(lives[second][1])
