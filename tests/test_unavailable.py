@@ -15,7 +15,7 @@ def test_the_state_is_saved_and_the_command_ends_without_a_traceback(tmp_path, m
 
     saved, closed = [], []
     monkeypatch.setattr(FrozenLake, "environment", unavailable)
-    monkeypatch.setattr(FrozenLake, "close", closed.append)
+    monkeypatch.setattr(FrozenLake, "close", lambda self: closed.append(self))
     monkeypatch.setattr(Trainer, "save", lambda self: saved.append(self.completed))
     config = frozenlake.get_config("tiny,rlvr")
     config.update(steps=2, prompts_per_step=2)
