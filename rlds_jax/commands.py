@@ -11,6 +11,8 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from rlds_jax.tasks.base import TaskUnavailable
+
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, as path[:variants].")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where everything the command makes goes.")
 
@@ -38,7 +40,7 @@ def refuse_bad_input() -> Iterator[None]:
     """Ends the program with the message alone, exit code 2, where the input does not hold."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TaskUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

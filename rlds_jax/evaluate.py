@@ -10,6 +10,7 @@ the reward of every item included, as JSON.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,17 @@ def evaluate(config: ConfigDict, step: int, source: Path, model: Any, params: An
 
     Raises:
       OSError, ValueError: the config or the directory does not hold; the message names what.
+      TaskUnavailable: the task cannot go on.
     """
     settings = ValidationConfig(**config.validation)
-    task = play.make_task(config.task)
-    items = validation_items(task, settings)
-    context = play.make_context(config, task, source, model, params, step)
-    try:
-        return asyncio.run(validate(context, items, settings))
-    except AllRolloutsDropped as error:
-        raise ValueError(str(error)) from error
-    finally:
-        context.engine.close()
-        task.close()
+    with contextlib.closing(play.make_task(config.task)) as task:
+        items = validation_items(task, settings)
+        context = play.make_context(config, task, source, model, params, step)
+        with contextlib.closing(context.engine):
+            try:
+                return asyncio.run(validate(context, items, settings))
+            except AllRolloutsDropped as error:
+                raise ValueError(str(error)) from error
 
 
 def main(config: ConfigDict | None, workdir: Path | None) -> None:

@@ -19,6 +19,7 @@ from rlds_jax import commands, summary
 from rlds_jax.batch import BatchError
 from rlds_jax.rollouts.group import AllRolloutsDropped
 from rlds_jax.stopping import StopRequested, StopSignals
+from rlds_jax.tasks.base import TaskUnavailable
 from rlds_jax.trainer import NonfiniteUpdates, Trainer
 
 
@@ -46,10 +47,10 @@ def main(config: ConfigDict, workdir: Path) -> None:
                 file=sys.stderr,
             )
             raise SystemExit(2) from error
-        except OSError as error:
+        except (OSError, TaskUnavailable) as error:
             print(
-                f"error: {error}\nNothing that was saved is lost; when there is room or access "
-                "again, the same command goes on from the newest checkpoint",
+                f"error: {error}\nNothing that was saved is lost; when that is mended, the same "
+                "command goes on from the newest checkpoint",
                 file=sys.stderr,
             )
             raise SystemExit(2) from error

@@ -37,7 +37,7 @@ from rlds_jax.step_batch import (
     without_guidance_everywhere,
 )
 from rlds_jax.stopping import StopRequested, StopSignals
-from rlds_jax.tasks.base import Item, Task
+from rlds_jax.tasks.base import Item, Task, TaskUnavailable
 from rlds_jax.update import TrainState
 from rlds_jax.validation import ValidationConfig, best, validate, validation_items
 
@@ -119,14 +119,13 @@ class Trainer:
         transform = update.make_optimizer(optimizer)
         mesh = sharding.make_mesh(**config.mesh)
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
-        self.task = play.make_task(config.task)
-        self.train_items = self.task.items("train")
-        step_items(self.train_items, 1, config.prompts_per_step, config.seed)
-        self.validation_items = validation_items(self.task, self.validation)
-
         source = hub.local_directory(config.model.path)
         with contextlib.ExitStack() as opened:  # closed again if anything here fails
+            self.task = play.make_task(config.task)
             opened.callback(self.task.close)
+            self.train_items = self.task.items("train")
+            step_items(self.train_items, 1, config.prompts_per_step, config.seed)
+            self.validation_items = validation_items(self.task, self.validation)
             opened.enter_context(workdirs.claim(workdir, config))
             self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
             opened.callback(self.checkpoints.close)
@@ -177,7 +176,8 @@ class Trainer:
         Step n is the n-th; validation at step n is of the policy after n steps, 0 of the untrained.
 
         Raises:
-          StopRequested: by a signal; the last completed step is saved.
+          StopRequested, TaskUnavailable: by a signal, or because the task cannot go on; the last
+            completed step is saved.
         """
         steps = self.config.steps
         if self.completed >= steps:
@@ -190,7 +190,7 @@ class Trainer:
             while self.completed < steps:
                 self.step(self.completed + 1)
                 self._settle()
-        except StopRequested:
+        except (StopRequested, TaskUnavailable):
             self.save()
             raise
         finally:

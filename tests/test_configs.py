@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from configs import common, frozenlake, scienceworld
+from configs import common, frozenlake, hotpotqa, scienceworld
 from rlds_jax.play import make_task
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.trainer import check_lengths
 
 ROOT = Path(__file__).parent.parent
-VARIANTS = ((frozenlake, "tiny"), (scienceworld, "split_tasks"))
+VARIANTS = ((frozenlake, "tiny"), (hotpotqa, ""), (scienceworld, "split_tasks"))
 CONFIGS = {
     f"{module.__name__.split('.')[-1]}:{arg}": module.get_config(arg)
     for module, variant in VARIANTS
@@ -61,18 +61,22 @@ def test_a_config_is_locked_and_consistent(name):
     rollout = RolloutConfig(**config.rollout)
     check_lengths(rollout, config.engine.max_context, config.batch.row_length)
     task = make_task(config.task)
-    number = ITEMS[max((start for start in ITEMS if name.startswith(start)), key=len)]
-    assert (len(task.items("train")), len(task.items("validation"))) == number
+    if name.startswith("hotpotqa"):  # its items are a data set
+        assert (task.train_items, task.validation_items) == (20_000, 500)
+    else:
+        number = ITEMS[max((start for start in ITEMS if name.startswith(start)), key=len)]
+        assert (len(task.items("train")), len(task.items("validation"))) == number
     assert config.advantage.num_turns >= config.task.options.max_turns
 
 
-def test_paper_scale_is_that_of_the_method():
-    config, rlvr = frozenlake.get_config(), frozenlake.get_config("rlvr")
+@pytest.mark.parametrize(("module", "turns"), [(frozenlake, 10), (hotpotqa, 5)])
+def test_paper_scale_is_that_of_the_method(module, turns):
+    config, rlvr = module.get_config(), module.get_config("rlvr")
     assert (config.steps, config.prompts_per_step) == (312, 64)
     rollout = config.rollout
     assert (rollout.group_size, rollout.retry_budget, rlvr.rollout.group_size) == (6, 3, 10)
     assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (1024, 4096)
-    assert (rollout.temperature, config.task.options.max_turns) == (0.7, 10)
+    assert (rollout.temperature, config.task.options.max_turns) == (0.7, turns)
     assert (config.optimizer.learning_rate, config.loss.kl_coefficient) == (1e-6, 1e-3)
 
 
@@ -91,6 +95,7 @@ def test_scienceworld_at_paper_scale_is_that_of_the_method():
     [
         (frozenlake.get_config, ""),
         (frozenlake.get_config, "tiny,"),
+        (hotpotqa.get_config, ""),
         (scienceworld.get_config, ""),
         (scienceworld.get_config, "split_tasks,"),
     ],

@@ -66,6 +66,13 @@ class EpisodeError(Exception):
         self.reward = reward
 
 
+class TaskUnavailable(Exception):
+    """What a task cannot do without is gone (its server is down): the run stops.
+
+    The message says what is gone and what to do; the same command goes on from the last step.
+    """
+
+
 class Environment(Protocol):
     """One episode on one item. Used by one coroutine at a time; `close` is always called."""
 
