@@ -32,5 +32,5 @@ def get_config(arg: str | None = None) -> ConfigDict:
     # A judge reads prompt, guidance and response, and its own instructions, and answers. At worst
     # each rollout of the 64 groups, up to 10, and each of 128 auxiliary pairs fills a row.
     config.engine.update(num_slots=128, max_context=20480)
-    config.batch.update(rows=2, row_length=20480, max_micro=384)
+    config.batch.update(rows=8, row_length=20480, max_micro=96)
     return config.lock()
