@@ -1,6 +1,6 @@
 r"""ScienceWorld: experiments in a simulated house (METHOD section 6).
 
-At paper scale, on 8 x H100 80 GB:
+At paper scale, on 8 x H100 80 GB or a TPU v5p 2x2x2 slice:
 
     pip install -e '.[cuda12,scienceworld]'
     python -m rlds_jax.train --config=configs/scienceworld.py --workdir=runs/scienceworld

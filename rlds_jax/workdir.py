@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -62,7 +63,7 @@ def claim(workdir: Path, config: ConfigDict) -> TextIO:
 
 def keep_compilations(workdir: Path) -> None:
     """Compiled programs are kept in the workdir, or where JAX_COMPILATION_CACHE_DIR says."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(workdir / "compilations"))
 
 
