@@ -83,6 +83,58 @@ def sdae(result: dict[str, Any]) -> list[str]:
     return _table(columns, rows)
 
 
+def train_step(result: dict[str, Any]) -> list[str]:
+    """One optimizer step of ours and of transformers with torch."""
+    columns = ["update of a 12.6 M model", "tokens/s", "of a matmul's rate", "peak memory, MB"]
+    rows = [
+        [
+            {"ours": "packed, ours", "theirs": "padded, transformers and torch"}[side],
+            f"{result[side]['tokens_per_s']:,.0f}",
+            f"{result[side]['matmul_share']:.0%}",
+            f"{result[side]['memory_mb']:,.0f}",
+        ]
+        for side in ("ours", "theirs")
+    ]
+    return [
+        *_table(columns, rows),
+        "",
+        f"{result['ratio']:.2f}x, on {result['tokens']:,} tokens.",
+    ]
+
+
+def compile_time(result: dict[str, Any]) -> list[str]:
+    """What depth adds to the time it takes to compile."""
+    few, many = (result["seconds"][layers] for layers in ("4", "36"))
+    return [
+        f"Qwen3-4B's update compiles for {result['topology']} in {many:.0f} s, {many / few:.2f}x "
+        "the time of 4 layers."
+    ]
+
+
+def plans(result: dict[str, Any]) -> list[str]:
+    """The paper's updates on absent accelerators."""
+    columns = [
+        "update of Qwen3-4B, planned",
+        "attention",
+        "GiB per device",
+        "left beside a 40% engine",
+        "s per step at most, if ideal",
+        "compiled in s",
+    ]
+    rows = [
+        [
+            f"`{p['config']}` on {p['topology']}",
+            p["attention"],
+            f"{p['peak'] / 2**30:.1f}",
+            f"{p['available'] / 2**30:.1f}",
+            f"{p['seconds_per_step']['bound']:.0f}",
+            f"{p['compile_seconds']:.0f}",
+        ]
+        for p in result["plans"]
+    ]
+    return _table(columns, rows)
+
+
 def tiny_policy(result: dict[str, Any]) -> list[str]:
     """The measured quality of the bundled policy's roles."""
     what = {
@@ -144,6 +196,9 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
+    "train_step": train_step,
+    "plans": plans,
+    "compile_time": compile_time,
     "tiny_policy": tiny_policy,
     "demo": demo,
     "conditions": conditions,
