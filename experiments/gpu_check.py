@@ -91,16 +91,14 @@ class Update:
         program = self.program
         transform = update.make_optimizer(program.optimizer)
         layout = update.state_shardings(program.model, transform, program.mesh)
-
-        def fresh(seed):
-            params = qwen3.init_params(program.model, jax.random.key(seed))
-            return update.init_state(params, transform, jax.random.key(0))
-
-        def other(seed):
-            return jax.tree.map(lambda x: x.astype(program.compute.dtype), fresh(seed).params)
-
-        state = jax.jit(fresh, out_shardings=layout)(0)
-        reference = jax.jit(other, out_shardings=layout.params)(1)
+        random = jax.jit(
+            lambda key: qwen3.init_params(program.model, key), out_shardings=layout.params
+        )
+        reference = jax.tree.map(
+            lambda x: x.astype(program.compute.dtype), random(jax.random.key(1))
+        )
+        state = update.init_state(random(jax.random.key(0)), transform, jax.random.key(0))
+        state = jax.device_put(state, layout)
         batch = update.put_batch(self.batch(), program.mesh)
         seconds, seen = [], []
         for _ in range(number):
