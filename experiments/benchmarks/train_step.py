@@ -135,7 +135,7 @@ def theirs(directory: str) -> Measured:
                 there = _logprobs(reference, ids, mask)
             part = torch.sum(sampled * _token_loss(logprobs, there, advantage)) / total
             part.backward()
-            loss += float(part)
+            loss += part.item()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), CLIP)
         optimizer.step()
         return loss, float(norm)
