@@ -272,7 +272,7 @@ class _LatestAndBest:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Its threads and tasks log, each with a traceback, what `check` and `wait` raise as one error."""
+    """Its threads and tasks log, with tracebacks, what `check` and `wait` raise as one error."""
     of_task = record.name == "asyncio" and "/orbax/" in record.getMessage()
     return not of_task and "orbax" not in Path(record.pathname).parts
 
