@@ -39,8 +39,13 @@ def claim(workdir: Path, config: ConfigDict) -> TextIO:
             f"workdir {workdir} holds {', '.join(made)} but no {run_files.CONFIG}, so they may not "
             "be a run's; give a new directory, or bring the file back"
         )
-    workdir.mkdir(parents=True, exist_ok=True)
-    lock = (workdir / "lock").open("a")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / "lock").open("a")
+    except OSError as error:
+        raise OSError(
+            f"workdir {workdir} cannot be made or written ({error}); give another"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
