@@ -42,7 +42,7 @@ from rlds_jax.models.config import ModelConfig
 
 FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "How to print the result.")
 REPEATS = flags.DEFINE_integer("repeats", 3, "Timed steps per side; the best counts.")
-ROWS = flags.DEFINE_integer("rows", 2, "Rows of our micro-batches.")
+ROWS = flags.DEFINE_integer("rows", 1, "Rows of our micro-batches.")
 LENGTH = flags.DEFINE_integer("row_length", 2048, "Tokens of our rows.")
 _SIDE = flags.DEFINE_enum("side", None, ["ours", "theirs"], "Run this side alone.")
 _MODEL = flags.DEFINE_string("model", "", "Directory of the model, with `side`.")
