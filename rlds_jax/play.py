@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from rlds_jax.models.config import ModelConfig
 from rlds_jax.rollouts.chat import ChatFormat
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.rollouts.context import RolloutContext
+from rlds_jax.rollouts.engines.base import Engine
 from rlds_jax.rollouts.engines.local import LocalEngine
+from rlds_jax.rollouts.engines.vllm_config import VllmConfig
 from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.tasks.base import Task
 
@@ -43,18 +46,63 @@ def make_context(
     model: ModelConfig,
     params: Any,
     version: int = 0,
+    workdir: Path | None = None,
 ) -> RolloutContext:
     """A context with a new engine that holds `params`; whoever made it closes the engine.
 
     Args:
       source: model directory with tokenizer and chat template.
       version: of the parameters.
+      workdir: where sidecars log; None for a temporary folder.
 
     Raises:
       OSError, ValueError: the config or the directory does not hold; the message names what.
+      SidecarFailed, ParityError: a sidecar does not come up, or does not agree with `params`.
     """
     rollout = RolloutConfig(**config.rollout)
     chat = ChatFormat.from_directory(source, (task.observation_role,))
     prompts = Prompts.load(rollout.prompts_dir)
-    engine = LocalEngine(params, model, tokenizer=source, version=version, **config.engine)
+    engine = make_engine(config, source, model, params, version, workdir)
     return RolloutContext(task, engine, chat, prompts, rollout, config.seed)
+
+
+def make_engine(
+    config: ConfigDict,
+    source: Path,
+    model: ModelConfig,
+    params: Any,
+    version: int,
+    workdir: Path | None,
+) -> Engine:
+    """The engine that `config.engine.kind` names; arguments as of `make_context`."""
+    options = {name: value for name, value in config.engine.items() if name != "kind"}
+    if config.engine.kind == "local":
+        return LocalEngine(params, model, tokenizer=source, version=version, **options)
+    if config.engine.kind == "vllm":
+        return make_vllm(config, VllmConfig(**options), source, model, params, version, workdir)
+    raise ValueError(f"engine.kind is {config.engine.kind!r}; use local or vllm")
+
+
+def make_vllm(
+    config: ConfigDict,
+    settings: VllmConfig,
+    source: Path,
+    model: ModelConfig,
+    params: Any,
+    version: int,
+    workdir: Path | None,
+) -> Engine:
+    """Sidecars, the transport to them and the parity gate."""
+    from rlds_jax.rollouts.engines.parity import ParityGate
+    from rlds_jax.rollouts.engines.vllm import VllmEngine
+    from rlds_jax.rollouts.engines.vllm_transport import make_transport
+
+    return VllmEngine(
+        params,
+        settings,
+        model=source,
+        transport=make_transport(settings, model),
+        logs=Path(tempfile.mkdtemp(prefix="rlds_jax_")) if workdir is None else workdir,
+        version=version,
+        gate=ParityGate(model, settings.dtype, config.compute.dtype, config.compute.attention),
+    )

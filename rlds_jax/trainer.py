@@ -136,7 +136,13 @@ class Trainer:
             self._restore(params, transform, shardings)
             opened.callback(self.log.close)
             self.context = play.make_context(
-                config, self.task, source, self.model, self.state.params, version=self.completed
+                config,
+                self.task,
+                source,
+                self.model,
+                self.state.params,
+                version=self.completed,
+                workdir=workdir,
             )
             self.engine = self.context.engine
             opened.callback(self.engine.close)

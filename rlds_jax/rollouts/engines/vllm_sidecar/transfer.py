@@ -169,7 +169,8 @@ class _IpcHandle(ctypes.Structure):
 
 def _open_ipc_handle(handle: bytes, device: int) -> int:
     """Device pointer of the allocation's base."""
-    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+    major = str(torch.version.cuda).split(".")[0]
+    runtime = ctypes.CDLL(f"libcudart.so.{major}")
     structure = _IpcHandle.from_buffer_copy(handle)
     pointer = ctypes.c_void_p()
     torch.cuda.set_device(device)
