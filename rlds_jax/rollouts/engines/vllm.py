@@ -244,10 +244,10 @@ class VllmEngine:
         self._enter()
         try:
             for attempt in range(MAX_SENDS):
-                await self._wait_until_serving()
-                epoch = self._epoch
                 try:
                     async with self._slots[replica]:
+                        await self._wait_until_serving()
+                        epoch = self._epoch
                         self._counts["resent"] += attempt > 0
                         return await self._request(replica, body)
                 except _Gone as error:

