@@ -193,7 +193,7 @@ def make_engine(options: dict[str, Any]) -> Any:
     args = AsyncEngineArgs(
         load_format="dummy",  # the trainer brings the weights
         logprobs_mode="processed_logprobs",  # at the sampling temperature
-        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
+        structured_outputs_config={"backend": "guidance", "disable_any_whitespace": True},
         weight_transfer_config={"backend": backend},
         generation_config="vllm",  # no sampling defaults from the model's directory
         enable_prefix_caching=True,
