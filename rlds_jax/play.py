@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from rlds_jax.models.config import ModelConfig
@@ -81,6 +83,22 @@ def make_engine(
     if config.engine.kind == "vllm":
         return make_vllm(config, VllmConfig(**options), source, model, params, version, workdir)
     raise ValueError(f"engine.kind is {config.engine.kind!r}; use local or vllm")
+
+
+def reserve_devices(config: ConfigDict) -> None:
+    """Keeps JAX off what is the engine's, by `config.engine`; before JAX has touched a device.
+
+    Raises:
+      ValueError: a field of the engine does not hold.
+    """
+    if config.engine.kind != "vllm":
+        return
+    options = {name: value for name, value in config.engine.items() if name != "kind"}
+    settings = VllmConfig(**options)
+    if settings.placement != "cpu":
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, settings.trainer_gpus)))
+    if settings.placement == "shared":
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(settings.trainer_memory_fraction)
 
 
 def make_vllm(

@@ -117,6 +117,7 @@ class Trainer:
         compute = update.ComputeConfig(**config.compute)
         optimizer = update.OptimizerConfig(**config.optimizer)
         transform = update.make_optimizer(optimizer)
+        play.reserve_devices(config)
         mesh = sharding.make_mesh(**config.mesh)
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
         self.task = play.make_task(config.task)

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 VLLM_VERSION = "0.32.0"
 
 Placement = Literal["cpu", "disjoint", "shared"]
-Transport = Literal["shm", "cuda_ipc", "nccl"]
 
 # Of one GPU's memory; what is left is for CUDA contexts and workspaces of both processes.
 SHAREABLE = 0.95
@@ -32,8 +31,6 @@ class VllmConfig:
       gpus: indices of the engine's GPUs, replicas * tensor_parallel of them; empty on a CPU.
       memory_fraction: of each GPU that is the engine's.
       trainer_memory_fraction: of each shared GPU that is the trainer's.
-      weight_transport: "shm": host memory; "cuda_ipc": device memory, needs shared placement;
-        "nccl": broadcast, needs disjoint placement.
       bucket_bytes: memory that weights pass through; at least the largest tensor is taken.
       start_timeout_s: for a sidecar to come up, its first weights not included.
       request_timeout_s: for one completion, from when it is sent.
@@ -56,7 +53,6 @@ class VllmConfig:
     gpus: tuple[int, ...] = (7,)
     memory_fraction: float = 0.9
     trainer_memory_fraction: float = 0.5
-    weight_transport: Transport = "shm"
     bucket_bytes: int = 2**29
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
@@ -75,13 +71,11 @@ class VllmConfig:
             raise ValueError(f"engine.max_restarts is {self.max_restarts}; 0 is the least")
         self._check_gpus()
         self._check_memory()
-        self._check_transport()
 
     def _check_choices(self) -> None:
         for name, choices in (
             ("dtype", ("bfloat16", "float32")),
             ("placement", get_args(Placement)),
-            ("weight_transport", get_args(Transport)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -124,14 +118,6 @@ class VllmConfig:
             )
         if self.placement == "cpu" and self.cache_bytes is None:
             raise ValueError("engine.cache_bytes must be set with placement cpu")
-
-    def _check_transport(self) -> None:
-        needed = {"cuda_ipc": "shared", "nccl": "disjoint"}.get(self.weight_transport)
-        if needed not in (None, self.placement):
-            raise ValueError(
-                f"engine.weight_transport={self.weight_transport} needs engine.placement={needed}, "
-                f"not {self.placement}; shm works everywhere"
-            )
 
     @property
     def trainer_gpus(self) -> tuple[int, ...]:

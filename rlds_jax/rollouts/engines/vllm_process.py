@@ -75,14 +75,13 @@ class Launch:
     def engine_options(self) -> dict[str, Any]:
         """Arguments of vLLM's engine."""
         config = self.config
-        backends = {"shm": "rlds_shm", "cuda_ipc": "rlds_cuda_ipc", "nccl": "nccl"}
         options: dict[str, Any] = {
             "model": str(self.model),
             "dtype": config.dtype,
             "max_model_len": config.max_context,
             "max_num_seqs": config.max_requests,
             "tensor_parallel_size": config.tensor_parallel,
-            "weight_backend": backends[config.weight_transport],
+            "weight_backend": "rlds_shm",
             "seed": 0,
         }
         if config.cache_bytes is not None:
@@ -94,10 +93,7 @@ class Launch:
                 "max_num_batched_tokens": max(2048, config.max_context),
             }
             return options | whole | {"enforce_eager": True}
-        return options | {
-            "gpu_memory_utilization": config.memory_fraction,
-            "enable_sleep_mode": config.placement == "shared",
-        }
+        return options | {"gpu_memory_utilization": config.memory_fraction}
 
     def environment(self) -> dict[str, str]:
         """The trainer's environment, less what would lead the other interpreter astray."""

@@ -98,5 +98,5 @@ class SharedMemory:
 
 
 def make_transport(config: VllmConfig, model: ModelConfig) -> Transport:
-    """The transport that `config.weight_transport` names."""
+    """The transport of an engine's weights."""
     return SharedMemory(model, config.dtype, config.bucket_bytes, config.replicas)

@@ -11,7 +11,6 @@ group as soon as its trainer is gone. Token ids in, token ids and log-probabilit
   POST /weights/start   {"version"}           waits for requests in flight; later ones wait
   POST /weights/update  backend's update info
   POST /weights/finish  {"version"}           requests go on under the new weights
-  POST /sleep, /wake                          frees and takes back GPU memory
 """
 
 from __future__ import annotations
@@ -92,8 +91,6 @@ class Sidecar:
         app.router.add_post("/weights/start", self.start_update)
         app.router.add_post("/weights/update", self.update)
         app.router.add_post("/weights/finish", self.finish_update)
-        app.router.add_post("/sleep", self.sleep)
-        app.router.add_post("/wake", self.wake)
         return app
 
     async def health(self, _: web.Request) -> web.Response:
@@ -171,17 +168,6 @@ class Sidecar:
     async def forget_prefixes(self) -> bool:
         """Empties the prefix cache, which outlives an update; whether it succeeded."""
         return await self._engine.reset_prefix_cache()
-
-    async def sleep(self, _: web.Request) -> web.Response:
-        """Frees weights and cache; the trainer brings the weights again after `wake`."""
-        await self._weights.begin_update()
-        await self._engine.sleep(level=2, mode="wait")
-        return web.json_response({})
-
-    async def wake(self, _: web.Request) -> web.Response:
-        await self._engine.wake_up()
-        await self._weights.end_update(self._weights.version)
-        return web.json_response({})
 
 
 def make_engine(options: dict[str, Any]) -> Any:
