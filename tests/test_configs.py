@@ -17,7 +17,15 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = {
     name: get_config(arg)
     for get_config, stem in ((frozenlake.get_config, "frozenlake"),)
-    for arg in ("", "rlvr", "base_reflection", "tiny", "tiny,rlvr", "tiny,base_reflection")
+    for arg in (
+        "",
+        *common.CONDITIONS[1:],
+        "tiny",
+        "tiny,rlvr",
+        "tiny,base_reflection",
+        "vllm",
+        "tiny,vllm",
+    )
     for name in [f"{stem}:{arg}"]
 }
 
