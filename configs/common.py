@@ -84,8 +84,11 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.validation = section(ValidationConfig)
     config.checkpoint = section(CheckpointConfig)
 
-    config.compute = section(ComputeConfig, dtype="bfloat16", remat="full")
+    config.compute = section(
+        ComputeConfig, dtype="bfloat16", remat="full", attention="auto", logprob_chunk=4096
+    )
     config.mesh = ConfigDict()
+    config.mesh.replica = 1
     config.mesh.data = 1
     config.mesh.fsdp = -1  # -1: the devices the other axes leave
     config.mesh.tensor = 1

@@ -54,7 +54,7 @@ def _tiny(config: ConfigDict) -> None:
     )
     config.optimizer.learning_rate = 1e-4
     config.validation.every = 10
-    config.compute.update(dtype="float32", remat="none")
+    config.compute.update(dtype="float32", remat="none", logprob_chunk=512)
     config.batch.update(rows=2, row_length=1280, max_micro=64)
     if config.engine.kind == "vllm":
         config.engine.update(

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlds_jax import commands, run_files
 from rlds_jax.validation import Interval, best, bootstrap_mean
+from rlds_jax.workdir import differences
 
 Rewards = Mapping[str, float]
 
@@ -46,11 +47,36 @@ def best_of(workdir: Path) -> Mapping[str, Any]:
     return found
 
 
+def check_items(first: Path, other: Path) -> None:
+    """Item ids name the same boards in runs of one task alone.
+
+    Raises:
+      OSError, ValueError: a config cannot be read, or the runs' tasks or validations differ.
+    """
+    wrong = differences(*(_of_items(run_files.config(workdir)) for workdir in (first, other)))
+    if wrong:
+        raise ValueError(
+            f"{first} and {other} were not validated on the same items, so they cannot be paired:"
+            "\n  " + "\n  ".join(wrong)
+        )
+
+
+def _of_items(config: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("num_items", "seed")
+    return {
+        "task": config["task"],
+        "validation": {name: config["validation"][name] for name in names},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("workdirs", type=Path, nargs="+", metavar="WORKDIR")
     with commands.refuse_bad_input():
-        found = {workdir: best_of(workdir) for workdir in parser.parse_args().workdirs}
+        workdirs = parser.parse_args().workdirs
+        if len({workdir.resolve() for workdir in workdirs}) < len(workdirs):
+            raise ValueError("a workdir is given twice; give other runs to compare the first with")
+        found = {workdir: best_of(workdir) for workdir in workdirs}
         for workdir, outcome in found.items():
             print(
                 f"{workdir}: {outcome['mean']:.3f} [{outcome['low']:.3f}, {outcome['high']:.3f}] "
@@ -58,6 +84,7 @@ def main() -> None:
             )
         first, *others = found
         for other in others:
+            check_items(first, other)
             mean, low, high, _ = paired_difference(found[first]["rewards"], found[other]["rewards"])
             print(f"{first} - {other}: {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
 

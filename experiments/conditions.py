@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.compare import paired_difference
-from rlds_jax import run_files
+from rlds_jax import commands, run_files
 from rlds_jax.validation import best, bootstrap_mean
 
 ROOT = Path("runs/conditions")
@@ -81,8 +81,20 @@ def train() -> None:
 
 
 def read(condition: str, seed: int) -> Run:
+    """One finished run.
+
+    Raises:
+      FileNotFoundError: there is no such run.
+      ValueError: it is not finished.
+    """
     directory = workdir(condition, seed)
-    return Run(seed, run_files.validations(directory), run_files.scalars(directory))
+    validations = run_files.validations(directory)
+    last, steps = max((v["step"] for v in validations), default=0), TRAINED_STEPS[condition]
+    if last < steps:
+        raise ValueError(
+            f"{directory} was validated up to step {last} of {steps}; `train` goes on with it"
+        )
+    return Run(seed, validations, run_files.scalars(directory))
 
 
 def summary() -> dict[str, Any]:
@@ -108,7 +120,15 @@ def compared(found: Mapping[str, Sequence[Validation]]) -> dict[str, Any]:
     """Per condition its seeds' best validations, their mean, and the difference to BASELINE.
 
     Intervals are over the boards: a board's reward is averaged over the seeds first.
+
+    Raises:
+      ValueError: a seed lacks boards, whose rollouts were dropped.
     """
+    for condition, validations in found.items():
+        boards = [validation["rewards"].keys() for validation in validations]
+        missing = set().union(*boards).difference(set(boards[0]).intersection(*boards[1:]))
+        if missing:
+            raise ValueError(f"{condition}: not every seed played the boards {sorted(missing)}")
     rewards = {
         condition: {
             board: float(np.mean([validation["rewards"][board] for validation in validations]))
@@ -145,7 +165,8 @@ def main() -> None:
     parser.add_argument("what", choices=("train", "summary"))
     if parser.parse_args().what == "train":
         train()
-    else:
+        return
+    with commands.refuse_bad_input():
         print(json.dumps(summary(), indent=1))
 
 

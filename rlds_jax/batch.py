@@ -20,6 +20,7 @@ import flax.struct
 import numpy as np
 
 from rlds_jax import losses
+from rlds_jax.models.flash import max_segments
 from rlds_jax.rollouts.types import AuxiliaryPair, Trajectory
 
 Leaf = Any  # a device array, a numpy array, or its sharding
@@ -254,7 +255,7 @@ def lay_out(rows: Sequence[Sequence[TokenSequence]], layout: BatchLayout) -> Bat
 
 
 def first_fit(sequences: Sequence[TokenSequence], row_length: int) -> list[list[TokenSequence]]:
-    """Rows of sequences: each goes into the first row with room for it.
+    """Rows of sequences: each goes into the first row with room for it, `max_segments` to a row.
 
     Raises:
       BatchError: a sequence is longer than a row.
@@ -272,7 +273,7 @@ def first_fit(sequences: Sequence[TokenSequence], row_length: int) -> list[list[
         if row == len(rows):
             rows.append([])
         rows[row].append(sequence)
-        free[row] -= length
+        free[row] = free[row] - length if len(rows[row]) < max_segments(row_length) else 0
     return rows
 
 

@@ -7,8 +7,11 @@ that one damaged later is told from a good one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
+import os
+import re
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -23,6 +26,9 @@ from rlds_jax.update import TrainState
 log = logging.getLogger(__name__)
 
 DIGEST = "digest.json"
+ITEMS = ("params", "optimizer", "extra")
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_UNFINISHED = re.compile(r"[0-9]+\.orbax-checkpoint-tmp")  # every other name is somebody else's
 _CHUNK = 1 << 20
 
 
@@ -76,6 +82,7 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int):
         self._directory = directory
         self._kept = _LatestAndBest(keep)
+        logging.getLogger("absl").addFilter(_not_of_orbax)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for unfinished in _unfinished(directory):
@@ -91,7 +98,9 @@ class Checkpoints:
             raise CheckpointError(f"{directory} cannot be used: {error}") from error
 
     def restore(self, abstract: TrainState) -> Restored | None:
-        """The newest whole checkpoint, None if nothing was saved; damaged newer ones are removed.
+        """The newest whole checkpoint, None if nothing was saved.
+
+        Damaged newer ones are renamed, to `<step>.damaged-<n>`.
 
         Args:
           abstract: shapes, dtypes and shardings of the state.
@@ -101,9 +110,14 @@ class Checkpoints:
         """
         faults = {}
         for step in reversed(steps(self._directory)):
-            fault = find_fault(self._directory / str(step))
+            path = self._directory / str(step)
+            fault = find_fault(path)
             if fault is None:
-                break
+                try:
+                    found = _restored(step, path, abstract)
+                    break
+                except (OSError, ValueError, KeyError) as error:
+                    fault = f"it cannot be read: {error}"
             faults[step] = fault
             log.warning("checkpoint %s is damaged and not used: %s", step, fault)
         else:
@@ -114,14 +128,9 @@ class Checkpoints:
                 )
             return None
         for damaged in faults:
-            shutil.rmtree(self._directory / str(damaged))
+            _put_aside(self._directory / str(damaged))
         self._manager.reload()
-        path = self._directory / str(step)
-        params = _load(path / "params", abstract.params)
-        beside = _load(path / "optimizer", _beside_params(abstract))
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            extra = reader.restore((path / "extra").resolve())
-        return Restored(step, TrainState(params=params, **beside), extra)
+        return found
 
     def save(self, step: int, state: TrainState, best: int | None, **extra: Any) -> None:
         """Starts to write the state after `step` steps, unless that is there already.
@@ -186,7 +195,10 @@ class Checkpoints:
         for directory in _unfinished(self._directory):
             files = [path for path in directory.glob("*/**/*") if path.is_file()]  # of the items
             digest = {str(p.relative_to(directory)): [p.stat().st_size, _crc32(p)] for p in files}
-            (directory / DIGEST).write_text(json.dumps(digest, indent=1) + "\n")
+            with (directory / DIGEST).open("w") as file:
+                file.write(json.dumps(digest, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
 
     def _unwritten(self, error: Exception) -> CheckpointError:
         return CheckpointError(f"{self._directory}: a checkpoint could not be written: {error}")
@@ -194,7 +206,7 @@ class Checkpoints:
 
 def steps(directory: Path) -> list[int]:
     """The steps that have a checkpoint in `directory`, ascending."""
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+    return sorted(int(path.name) for path in directory.glob("*") if _STEP.fullmatch(path.name))
 
 
 def load_params(directory: Path, step: int, abstract: Any) -> Any:
@@ -209,9 +221,8 @@ def load_params(directory: Path, step: int, abstract: Any) -> Any:
     """
     path = directory / str(step)
     if not path.is_dir():
-        raise CheckpointError(
-            f"{directory} holds no checkpoint of step {step}, but of {steps(directory)}"
-        )
+        there = f"but of {steps(directory)}" if steps(directory) else "and no other"
+        raise CheckpointError(f"{directory} holds no checkpoint of step {step}, {there}")
     fault = find_fault(path)
     if fault:
         raise CheckpointError(f"{path} is damaged: {fault}; take another step")
@@ -233,6 +244,8 @@ def find_fault(checkpoint: Path) -> str | None:
         digest = json.loads((checkpoint / DIGEST).read_text())
     except (OSError, ValueError) as error:
         return f"{DIGEST} cannot be read: {error}"
+    if not _is_digest(digest):
+        return f"{DIGEST} does not list the files of {', '.join(ITEMS)}"
     for name, (size, crc) in digest.items():
         path = checkpoint / name
         if not path.is_file():
@@ -255,13 +268,42 @@ class _LatestAndBest:
         return [c.step in latest or c.step == self.best for c in checkpoints]
 
 
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """Its threads log, each with a traceback, what `check` and `wait` raise as one error."""
+    return "orbax" not in Path(record.pathname).parts
+
+
+def _is_digest(digest: Any) -> bool:
+    return (
+        isinstance(digest, dict)
+        and {name.split("/")[0] for name in digest} >= {*ITEMS}
+        and all(
+            isinstance(entry, list) and [type(number) for number in entry] == [int, int]
+            for entry in digest.values()
+        )
+    )
+
+
 def _unfinished(directory: Path) -> list[Path]:
-    return [path for path in directory.iterdir() if path.is_dir() and not path.name.isdigit()]
+    return [path for path in directory.iterdir() if _UNFINISHED.match(path.name)]
+
+
+def _put_aside(path: Path) -> None:
+    names = (path.with_name(f"{path.name}.damaged-{n}") for n in itertools.count(1))
+    path.rename(next(name for name in names if not name.exists()))
 
 
 def _beside_params(state: TrainState) -> dict[str, Any]:
     names = (field.name for field in dataclasses.fields(TrainState) if field.name != "params")
     return {name: getattr(state, name) for name in names}
+
+
+def _restored(step: int, path: Path, abstract: TrainState) -> Restored:
+    params = _load(path / "params", abstract.params)
+    beside = _load(path / "optimizer", _beside_params(abstract))
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+        extra = reader.restore((path / "extra").resolve())
+    return Restored(step, TrainState(params=params, **beside), extra)
 
 
 def _load(item: Path, abstract: Any) -> Any:

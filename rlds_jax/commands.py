@@ -11,6 +11,8 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from rlds_jax.tasks.base import TaskUnavailable
+
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, as path[:variants].")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where everything the command makes goes.")
 
@@ -25,6 +27,9 @@ def run(main: Callable[..., None], required: Sequence[str] = ("config", "workdir
     flags.mark_flags_as_required(required)
 
     def start(_: Sequence[str]) -> None:
+        with refuse_bad_input():
+            if _WORKDIR.value == "":
+                raise ValueError("--workdir is empty; name a directory, . for this one")
         main(_CONFIG.value, None if _WORKDIR.value is None else Path(_WORKDIR.value))
 
     app.run(start, flags_parser=_parse)
@@ -35,7 +40,7 @@ def refuse_bad_input() -> Iterator[None]:
     """Ends the program with the message alone, exit code 2, where the input does not hold."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, TaskUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

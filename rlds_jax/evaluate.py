@@ -10,6 +10,7 @@ the reward of every item included, as JSON.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 
-from rlds_jax import commands, play, saved
+from rlds_jax import commands, play, saved, sharding
 from rlds_jax.models import hub, weights
+from rlds_jax.rollouts.group import AllRolloutsDropped
 from rlds_jax.validation import Validation, ValidationConfig, validate, validation_items
 
 _MODEL = flags.DEFINE_string("model", None, "Hub id or Hugging Face directory, with --config.")
@@ -36,25 +38,36 @@ def evaluate(config: ConfigDict, step: int, source: Path, model: Any, params: An
 
     Raises:
       OSError, ValueError: the config or the directory does not hold; the message names what.
+      TaskUnavailable: the task cannot go on.
     """
     settings = ValidationConfig(**config.validation)
-    task = play.make_task(config.task)
-    items = validation_items(task, settings)
-    context = play.make_context(config, task, source, model, params, step)
-    try:
-        return asyncio.run(validate(context, items, settings))
-    finally:
-        context.engine.close()
+    with contextlib.closing(play.make_task(config.task)) as task:
+        items = validation_items(task, settings)
+        context = play.make_context(config, task, source, model, params, step)
+        with contextlib.closing(context.engine):
+            try:
+                return asyncio.run(validate(context, items, settings))
+            except AllRolloutsDropped as error:
+                raise ValueError(str(error)) from error
 
 
 def main(config: ConfigDict | None, workdir: Path | None) -> None:
     with commands.refuse_bad_input():
+        if _OUT.value is not None and not Path(_OUT.value).absolute().parent.is_dir():
+            raise ValueError(f"--out is {_OUT.value}; its directory does not exist")
+        if workdir is None and _STEP.present:
+            raise ValueError("--step is of the run in --workdir; a model has none")
+        if config is not None and "task" not in config:
+            raise ValueError("--config names no task to play; give that of a task")
         if workdir is not None and config is None and _MODEL.value is None:
             config = saved.config(workdir)
             what, (step, *policy) = str(workdir), saved.policy(workdir, _STEP.value)
         elif _MODEL.value is not None and config is not None and workdir is None:
             source = hub.local_directory(_MODEL.value)
-            what, step, policy = _MODEL.value, 0, [source, *weights.load(source, jnp.float32)]
+            mesh = sharding.make_mesh(**config.mesh)
+            layout = sharding.parameter_shardings(weights.load_config(source), mesh)
+            loaded = weights.load(source, jnp.float32, layout)
+            what, step, policy = _MODEL.value, 0, [source, *loaded]
         else:
             raise ValueError("give --workdir alone, or --model with --config; see --help")
         outcome = evaluate(config, step, *policy)

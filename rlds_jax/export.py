@@ -6,16 +6,18 @@ python -m rlds_jax.export --workdir=runs/tiny --step=best --out=runs/tiny/hf
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
+from safetensors import SafetensorError
 
 from rlds_jax import commands, saved
 from rlds_jax.models import weights
 
 
 def export(workdir: Path, which: str, out: Path, dtype: str) -> int:
-    """Writes the policy of `saved.policy(workdir, which)`; returns its step.
+    """Writes the policy of `saved.policy(workdir, which)`, whole or not at all; returns its step.
 
     Raises:
       OSError: it cannot be read or written.
@@ -23,8 +25,17 @@ def export(workdir: Path, which: str, out: Path, dtype: str) -> int:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; give another --out")
+    if out.resolve().is_relative_to((workdir / "checkpoints").resolve()):
+        raise ValueError(f"{out} is among the run's checkpoints; give another --out")
     step, source, model, params = saved.policy(workdir, which)
-    weights.save(params, model, out, jnp.dtype(dtype), source=source)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as beside:
+        whole = Path(beside) / "model"  # made as any directory is, not for its owner alone
+        try:
+            weights.save(params, model, whole, jnp.dtype(dtype), source=source)
+        except SafetensorError as error:
+            raise OSError(f"{out} cannot be written: {error}") from error
+        whole.replace(out)
     return step
 
 

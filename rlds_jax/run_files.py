@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 
@@ -37,6 +41,7 @@ def validations(workdir: Path) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the workdir holds no run.
+      ValueError: a line is damaged.
     """
     by_step = {record["step"]: record for record in _lines(workdir / "validation.jsonl")}
     return [by_step[step] for step in sorted(by_step)]
@@ -47,7 +52,7 @@ def rollouts(workdir: Path, step: int | None = None) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the workdir holds no run.
-      ValueError: the step has none.
+      ValueError: the step has none, or a line is damaged.
     """
     lines = _lines(workdir / "rollouts.jsonl")
     by_uid = {r["uid"]: r for r in lines if step is None or r["step"] == step}
@@ -68,29 +73,77 @@ def config(workdir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give the workdir of a run")
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); bring it back from a copy") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (it holds no fields); bring it back from a copy")
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Cuts a file of JSON lines before its first record of a later step, or broken line."""
+    """Removes from a file of JSON lines the records of later steps, and what is no record."""
     if not path.exists():
         return
-    kept = 0
+    kept, damaged = [], []  # of each line: whether it stays, and how long it is
     with path.open("rb") as file:
-        for line in file:
-            try:
-                whole = line.endswith(b"\n") and json.loads(line)["step"] <= step
-            except ValueError:
-                whole = False
-            if not whole:
-                break
-            kept += len(line)
-    os.truncate(path, kept)
+        for number, line in enumerate(file, 1):
+            record = _record(line)
+            kept.append((record is not None and record["step"] <= step, len(line)))
+            if record is None and line.endswith(b"\n"):  # not a last line that a kill cut
+                damaged.append(number)
+    staying = [*itertools.takewhile(lambda line: line[0], kept)]
+    if any(stays for stays, _ in kept[len(staying) :]):
+        _filter(path, [stays for stays, _ in kept])
+    else:  # needs no room on the disk
+        os.truncate(path, sum(length for _, length in staying))
+    if damaged:
+        log.warning("%s: %s damaged lines are dropped: %s", path, len(damaged), damaged)
+
+
+def _filter(path: Path, stays: Sequence[bool]) -> None:
+    """Keeps some lines of a file."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with path.open("rb") as file, temporary.open("wb") as rest:
+        rest.writelines(itertools.compress(file, stays))
+        rest.flush()
+        os.fsync(rest.fileno())
+    os.replace(temporary, path)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file that may still be written to: half a last line is left out."""
-    with path.open() as file:
-        yield from (json.loads(line) for line in file if line.endswith("\n"))
+    """The records of a file that may still be written to: half a last line is left out.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: a line is damaged.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; give the workdir of a run")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            record = _record(line)
+            if record is not None:
+                yield record
+            elif line.endswith(b"\n"):
+                raise ValueError(
+                    f"{path}:{number} is damaged; remove the line (going on with the run does too)"
+                )
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, None if it holds none or is cut."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line.decode())
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

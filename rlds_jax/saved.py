@@ -43,7 +43,7 @@ def policy(workdir: Path, which: str) -> tuple[int, Path, ModelConfig, Any]:
     step = _step(workdir, directory, which)
     source = hub.local_directory(settings.model.path)
     model = weights.load_config(source)
-    mesh = sharding.make_mesh(**settings.mesh)
+    mesh = sharding.make_mesh()  # of the devices here, whatever the run had
     abstract = checkpoint.abstract_like(
         jax.eval_shape(lambda: qwen3.init_params(model, jax.random.key(0))),
         sharding.parameter_shardings(model, mesh),
@@ -53,7 +53,10 @@ def policy(workdir: Path, which: str) -> tuple[int, Path, ModelConfig, Any]:
 
 def _step(workdir: Path, directory: Path, which: str) -> int:
     if which == "last":
-        return max(checkpoint.steps(directory), default=0)
+        steps = checkpoint.steps(directory)
+        if not steps:
+            raise ValueError(f"{directory} holds no checkpoint yet; go on with the run")
+        return steps[-1]
     if which == "best":
         found = best(run_files.validations(workdir))
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -21,12 +22,14 @@ class StopRequested(Exception):
 class StopSignals:
     """While entered, SIGTERM and SIGINT end what `run` is awaiting, or the next such call.
 
-    Everything else (an update, a log line) is finished first. A second Ctrl-C interrupts at once.
+    Everything else (an update, a log line) is finished first. The first signal counts; a second
+    Ctrl-C interrupts at once.
     Signals can be handled in the main thread only.
     """
 
     def __init__(self) -> None:
         self._received: int | None = None
+        self._interrupted = False
         self._cancel: Callable[[], object] | None = None
         self._previous: dict[int, Any] = {}
 
@@ -64,8 +67,12 @@ class StopSignals:
             self._cancel = None
 
     def _handle(self, number: int, _frame: object) -> None:
-        if self._received == number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._received = number
+        if number == signal.SIGINT:
+            if self._interrupted:
+                raise KeyboardInterrupt
+            self._interrupted = True
+        if self._received is None:
+            self._received = number
         if self._cancel is not None:
-            self._cancel()
+            with contextlib.suppress(RuntimeError):  # the loop has ended: `run` is about to return
+                self._cancel()

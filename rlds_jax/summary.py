@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlds_jax import run_files, validation
+from rlds_jax import checkpoint, run_files, validation
 
 WHOLE_STEP = "perf/time_per_step"
 # Whose samples, and the scalars whose product is their number of tokens in a step.
@@ -25,7 +24,8 @@ def write(workdir: Path) -> dict[str, Any]:
     """Writes `summary.json` from the run's logs, and returns it.
 
     Returns:
-      steps: training steps logged.
+      steps: training steps taken: the last that was logged or saved.
+      steps_unlogged: so many of them are missing in TensorBoard, and in the means below.
       val_before, val_after, best: mean reward with its 95% interval low and high over n items,
         and the step; of the untrained policy, the last and the best (the first of equals). None
         without validation.
@@ -41,8 +41,12 @@ def write(workdir: Path) -> dict[str, Any]:
     scalars = run_files.scalars(workdir)
     validations = [_interval(record) for record in run_files.validations(workdir)]
     best = validation.best(validations)
+    logged = scalars.get(WHOLE_STEP, {}).keys()
+    saved = checkpoint.steps(workdir / "checkpoints")
+    steps = max([*logged, *saved, *(v["step"] for v in validations)], default=0)
     summary = {
-        "steps": len(scalars.get(WHOLE_STEP, {})),
+        "steps": steps,
+        "steps_unlogged": steps - len(logged),
         "val_before": next((v for v in validations if v["step"] == 0), None),
         "val_after": next((v for v in reversed(validations) if v["step"] > 0), None),
         "best": best,
@@ -52,7 +56,7 @@ def write(workdir: Path) -> dict[str, Any]:
         "fallback_group_rate": _mean(scalars, "sdae/fallback_group_rate"),
         "grader_parse_rate": _mean(scalars, "grader/parse_rate"),
     }
-    (workdir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    run_files.write_json(workdir / "summary.json", summary)
     return summary
 
 
@@ -60,6 +64,8 @@ def text(summary: Mapping[str, Any], workdir: Path) -> str:
     """The summary as lines to print, with the commands that follow a run."""
     where = shlex.quote(str(workdir))
     lines = [f"{summary['steps']} steps; logs, rollouts and summary.json are in {workdir}"]
+    if summary["steps_unlogged"]:
+        lines.append(f"TensorBoard lacks {summary['steps_unlogged']} of them, and so do the means")
     validations = [summary[name] for name in ("val_before", "val_after", "best")]
     for when, found in zip(("before", "after", "best"), validations, strict=True):
         if found is not None and not (when == "best" and found in validations[:2]):
@@ -125,6 +131,6 @@ def _commands(summary: Mapping[str, Any], where: str) -> list[str]:
             f"python -m experiments.figures credit --workdir={where} --step={summary['steps']}",
             f"python -m experiments.figures curves --workdir={where}",
         ]
-    if summary["best_step"]:
+    if summary["best_step"] is not None:
         commands.append(f"python -m rlds_jax.export --workdir={where} --step=best --out={where}/hf")
     return commands

@@ -16,8 +16,11 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from rlds_jax import commands, summary
+from rlds_jax.batch import BatchError
+from rlds_jax.rollouts.group import AllRolloutsDropped
 from rlds_jax.stopping import StopRequested, StopSignals
-from rlds_jax.trainer import Trainer
+from rlds_jax.tasks.base import TaskUnavailable
+from rlds_jax.trainer import NonfiniteUpdates, Trainer
 
 
 def main(config: ConfigDict, workdir: Path) -> None:
@@ -34,10 +37,20 @@ def main(config: ConfigDict, workdir: Path) -> None:
                 "the same command again goes on from there"
             )
             raise SystemExit(0 if stop.number == signal.SIGTERM else 130) from None
-        except OSError as error:
+        except KeyboardInterrupt:
+            print("interrupted; the same command again goes on from the newest checkpoint")
+            raise SystemExit(130) from None
+        except (BatchError, AllRolloutsDropped, NonfiniteUpdates) as error:
             print(
-                f"error: {error}\nNothing that was saved is lost; when there is room or access "
-                "again, the same command goes on from the newest checkpoint",
+                f"error: {error}\nWhat was saved is kept. The same command goes on from the newest "
+                "checkpoint, with another batch.max_micro too; other fields may need a new workdir",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from error
+        except (OSError, TaskUnavailable) as error:
+            print(
+                f"error: {error}\nNothing that was saved is lost; when that is mended, the same "
+                "command goes on from the newest checkpoint",
                 file=sys.stderr,
             )
             raise SystemExit(2) from error

@@ -22,7 +22,7 @@ from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.checkpoint import CheckpointConfig, Checkpoints, abstract_like
 from rlds_jax.losses import LossConfig
 from rlds_jax.metrics import mfu, train_flops
-from rlds_jax.models import hub, weights
+from rlds_jax.models import attention_gate, hub, weights
 from rlds_jax.models.qwen3 import Params
 from rlds_jax.rollouts import markdown, statistics
 from rlds_jax.rollouts.config import RolloutConfig
@@ -37,7 +37,7 @@ from rlds_jax.step_batch import (
     without_guidance_everywhere,
 )
 from rlds_jax.stopping import StopRequested, StopSignals
-from rlds_jax.tasks.base import Item, Task
+from rlds_jax.tasks.base import Item, Task, TaskUnavailable
 from rlds_jax.update import TrainState
 from rlds_jax.validation import ValidationConfig, best, validate, validation_items
 
@@ -120,20 +120,23 @@ class Trainer:
         play.reserve_devices(config)
         mesh = sharding.make_mesh(**config.mesh)
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
-        self.task = play.make_task(config.task)
-        self.train_items = self.task.items("train")
-        step_items(self.train_items, 1, config.prompts_per_step, config.seed)
-        self.validation_items = validation_items(self.task, self.validation)
-
         source = hub.local_directory(config.model.path)
         with contextlib.ExitStack() as opened:  # closed again if anything here fails
+            self.task = play.make_task(config.task)
+            opened.callback(self.task.close)
+            self.train_items = self.task.items("train")
+            step_items(self.train_items, 1, config.prompts_per_step, config.seed)
+            self.validation_items = validation_items(self.task, self.validation)
             opened.enter_context(workdirs.claim(workdir, config))
             self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
             opened.callback(self.checkpoints.close)
-            self.model, params = weights.load(source, jnp.float32)
+            self.model = weights.load_config(source)
+            sharding.check_mesh(self.model, mesh, self.layout.rows)
+            attention = attention_gate.choose(compute.attention, self.model, compute.dtype)
+            compute = dataclasses.replace(compute, attention=attention)
             shardings = update.state_shardings(self.model, transform, mesh)
-            params = jax.device_put(params, shardings.params)
-            self.reference = jax.tree.map(jnp.copy, params) if self.loss.needs_reference else None
+            _, params = weights.load(source, jnp.float32, shardings.params)
+            self.reference = self._reference(params, compute.dtype)
             self._restore(params, transform, shardings)
             opened.callback(self.log.close)
             self.context = play.make_context(
@@ -152,7 +155,13 @@ class Trainer:
         self._update = update.make_update(
             self.model, optimizer, self.loss, compute, mesh, with_old_logprobs=several
         )
-        self._logprobs = update.make_logprobs(self.model, compute) if several else None
+        self._logprobs = update.make_logprobs(self.model, compute, mesh) if several else None
+
+    def _reference(self, params: Params, dtype: str) -> Params | None:
+        """The frozen reference policy, kept as its forward computes, or None without a KL."""
+        if not self.loss.needs_reference:
+            return None
+        return jax.tree.map(functools.partial(jnp.array, dtype=dtype, copy=True), params)
 
     def _restore(self, params: Params, transform: Any, shardings: TrainState) -> None:
         """Sets state, steps completed and log: of the newest checkpoint, else of step 0."""
@@ -174,7 +183,8 @@ class Trainer:
         Step n is the n-th; validation at step n is of the policy after n steps, 0 of the untrained.
 
         Raises:
-          StopRequested: by a signal; the last completed step is saved.
+          StopRequested, TaskUnavailable: by a signal, or because the task cannot go on; the last
+            completed step is saved.
         """
         steps = self.config.steps
         if self.completed >= steps:
@@ -187,7 +197,7 @@ class Trainer:
             while self.completed < steps:
                 self.step(self.completed + 1)
                 self._settle()
-        except StopRequested:
+        except (StopRequested, TaskUnavailable):
             self.save()
             raise
         finally:

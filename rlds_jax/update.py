@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from rlds_jax import losses, sharding
 from rlds_jax.batch import CHANNELS, Batch, Leaf
 from rlds_jax.models import qwen3
-from rlds_jax.models.attention import Implementation
+from rlds_jax.models.attention import Choice
 from rlds_jax.models.config import ModelConfig
 
 
@@ -33,6 +33,7 @@ class OptimizerConfig:
     Attributes:
       schedule: "constant", or "cosine" down to 0 at `total_steps`; both after a linear warm-up.
       clip_norm: global norm the gradient is clipped to.
+      moment_dtype: of the first moment; the second stays float32.
 
     Raises:
       ValueError: naming the field that is out of range; or cosine lacks `total_steps`.
@@ -47,6 +48,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
         for name, holds, allowed in (
@@ -60,6 +62,10 @@ class OptimizerConfig:
         ):
             if not holds:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must be {allowed}")
+        if self.moment_dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f"optimizer.moment_dtype is {self.moment_dtype!r}; use float32 or bfloat16"
+            )
         if self.schedule not in ("constant", "cosine"):
             raise ValueError(f"schedule is {self.schedule!r}; use constant or cosine")
         if self.schedule == "cosine" and (self.total_steps or 0) <= self.warmup_steps:
@@ -76,7 +82,7 @@ class ComputeConfig:
     Attributes:
       dtype: of activations and matmuls; parameters, moments and sums stay float32.
       remat: see `qwen3.hidden_states`.
-      attention: see models/attention.py.
+      attention: see models/attention.py; "auto" is settled by models/attention_gate.py.
       logprob_chunk: tokens whose logits exist at once.
 
     Raises:
@@ -85,7 +91,7 @@ class ComputeConfig:
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     remat: qwen3.Remat = "none"
-    attention: Implementation = "auto"
+    attention: Choice = "blockwise"
     logprob_chunk: int = 512
 
     def __post_init__(self):
@@ -161,6 +167,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             b2=config.b2,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            mu_dtype=config.moment_dtype,
         ),
     )
 
@@ -202,7 +209,7 @@ def batch_shardings(mesh: Mesh, with_old_logprobs: bool = False) -> Batch:
     return Batch(**fields)
 
 
-def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch):
+def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch, mesh: Mesh | None):
     """Log-probability and entropy of the active targets, [rows, row_length] float32, else 0."""
     hidden = qwen3.hidden_states(
         params,
@@ -213,6 +220,7 @@ def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch):
         compute_dtype=jnp.dtype(compute.dtype),
         remat=compute.remat,
         attention=compute.attention,
+        mesh=mesh,
     )
     active = (micro.policy_weight > 0) | (micro.kl_weight > 0) | (micro.nll_weight > 0)
     return qwen3.row_logprobs(
@@ -222,6 +230,7 @@ def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch):
         micro.temperature,
         active,
         chunk_size=compute.logprob_chunk,
+        mesh=mesh,
     )
 
 
@@ -230,11 +239,12 @@ def _micro_batch(batch: Batch, index) -> Batch:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), arrays)
 
 
-def _micro_loss(params, reference, micro: Batch, model, loss_config, compute):
-    logprobs, entropy = _logprobs(params, model, compute, micro)
+def _micro_loss(params, reference, micro: Batch, model, loss_config, compute, mesh):
+    logprobs, entropy = _logprobs(params, model, compute, micro, mesh)
     reference_logprobs = None
     if loss_config.needs_reference:
-        reference_logprobs = lax.stop_gradient(_logprobs(reference, model, compute, micro)[0])
+        reference_logprobs, _ = _logprobs(reference, model, compute, micro, mesh)
+        reference_logprobs = lax.stop_gradient(reference_logprobs)
     fields = losses.TokenFields(
         micro.advantage,
         micro.policy_weight,
@@ -258,6 +268,7 @@ def accumulate(
     model: ModelConfig,
     loss_config: losses.LossConfig,
     compute: ComputeConfig,
+    mesh: Mesh | None = None,
 ):
     """Gradient and statistics of a whole batch, micro-batch by micro-batch.
 
@@ -267,7 +278,7 @@ def accumulate(
 
     def micro_gradient(micro):
         return jax.grad(_micro_loss, has_aux=True)(
-            params, reference, micro, model, loss_config, compute
+            params, reference, micro, model, loss_config, compute, mesh
         )
 
     def body(index, carry):
@@ -311,6 +322,7 @@ def make_update(
             model=model,
             loss_config=loss_config,
             compute=compute,
+            mesh=mesh,
         )
         grad_norm = optax.tree.norm(gradient)
         weights = (batch.policy_weight, batch.kl_weight, batch.nll_weight)
@@ -345,7 +357,7 @@ def make_update(
 
 @functools.cache
 def make_logprobs(
-    model: ModelConfig, compute: ComputeConfig
+    model: ModelConfig, compute: ComputeConfig, mesh: Mesh | None = None
 ) -> Callable[[qwen3.Params, Batch], jax.Array]:
     """The jitted pass behind `Batch.old_logprobs`, for several updates per batch.
 
@@ -355,7 +367,7 @@ def make_logprobs(
 
     def logprobs(params, batch: Batch) -> jax.Array:
         def body(index, out):
-            values, _ = _logprobs(params, model, compute, _micro_batch(batch, index))
+            values, _ = _logprobs(params, model, compute, _micro_batch(batch, index), mesh)
             return lax.dynamic_update_index_in_dim(out, values, index, 0)
 
         zeros = jnp.zeros(batch.targets.shape, jnp.float32)

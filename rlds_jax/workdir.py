@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,7 +14,9 @@ from ml_collections import ConfigDict
 from rlds_jax import run_files
 
 # What a resumed run may change: none of it enters the numbers of the steps that were taken.
-FREE = ("steps", "checkpoint.", "mesh.")
+FREE = ("steps", "checkpoint.", "mesh.", "batch.max_micro")
+# What a resumed run changes or removes, so that it must be a run's own.
+MADE = ("checkpoints", "rollouts.jsonl", "validation.jsonl", "tensorboard")
 
 
 def claim(workdir: Path, config: ConfigDict) -> TextIO:
@@ -26,8 +27,16 @@ def claim(workdir: Path, config: ConfigDict) -> TextIO:
 
     Raises:
       OSError: the directory cannot be written.
-      ValueError: another process uses it, or it belongs to a run of another config.
+      ValueError: another process uses it, it belongs to a run of another config that has results,
+        or it holds such files and no config.
     """
+    path = workdir / run_files.CONFIG
+    made = [name for name in MADE if (workdir / name).exists()]
+    if made and not path.exists():
+        raise ValueError(
+            f"workdir {workdir} holds {', '.join(made)} but no {run_files.CONFIG}, so they may not "
+            "be a run's; give a new directory, or bring the file back"
+        )
     workdir.mkdir(parents=True, exist_ok=True)
     lock = (workdir / "lock").open("a")
     try:
@@ -35,20 +44,27 @@ def claim(workdir: Path, config: ConfigDict) -> TextIO:
     except BlockingIOError:
         lock.close()
         raise ValueError(f"workdir {workdir} is in use by a running process") from None
-    new = json.loads(config.to_json())  # as it is read back: lists for tuples
-    path = workdir / run_files.CONFIG
+    new = json.loads(config.to_json(sort_keys=True))  # as it is read back: lists for tuples
     if path.exists():
-        wrong = differences(run_files.config(workdir), new)
-        if wrong:
+        old = run_files.config(workdir)
+        wrong = differences(old, new)
+        # A start that came to nothing binds no config; a model directory's is no run's.
+        if wrong and (has_results(workdir) or old.keys() != new.keys()):
             lock.close()
             raise ValueError(
                 f"workdir {workdir} belongs to a run of another config; give another workdir, or "
                 "set what differs back:\n  " + "\n  ".join(wrong)
             )
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
-    os.replace(temporary, path)
+    run_files.write_json(path, new)
     return lock
+
+
+def has_results(workdir: Path) -> bool:
+    """Whether a run in `workdir` came far enough to save or to log anything of a step."""
+    logs = (workdir / name for name in ("rollouts.jsonl", "validation.jsonl"))
+    return any((workdir / "checkpoints").glob("*")) or any(
+        path.exists() and path.stat().st_size > 0 for path in logs
+    )
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

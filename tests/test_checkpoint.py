@@ -1,5 +1,7 @@
 """Checkpoints: bitwise, the latest and the best, damage found."""
 
+import json
+import logging
 import os
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from rlds_jax import checkpoint, update
@@ -100,6 +103,38 @@ def test_a_damaged_checkpoint_gives_way_to_the_last_good_one(how, saved, caplog)
     assert restore(saved).step == 3
     assert "checkpoint 4 is damaged" in caplog.text
     assert checkpoint.steps(saved) == [1, 3]
+    assert (saved / "4.damaged-1" / "params").is_dir()
+
+
+NO_LISTS = '{"params/a": 1, "optimizer/a": 1, "extra/a": 1}'
+
+
+@pytest.mark.parametrize("digest", ["[]", "{}", '{"params/a": [1, 2]}', NO_LISTS])
+def test_a_digest_of_another_shape_is_a_fault(digest, tmp_path):
+    (tmp_path / "digest.json").write_text(digest)
+    assert "does not list the files of params" in checkpoint.find_fault(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_read_gives_way_too(saved):
+    """Its files are as they were written, but they hold something else."""
+    shutil.rmtree(saved / "4" / "extra")
+    digest = json.loads((saved / "4" / "digest.json").read_text())
+    kept = {name: entry for name, entry in digest.items() if not name.startswith("extra/")}
+    (saved / "4" / "extra").mkdir()
+    (saved / "4" / "extra" / "note").write_bytes(b"")
+    (saved / "4" / "digest.json").write_text(json.dumps(kept | {"extra/note": [0, 0]}))
+    assert restore(saved).step == 3
+
+
+def test_what_is_no_checkpoint_is_left_alone(saved):
+    others = ["3-good", "4.damaged-1", "my.orbax-checkpoint-tmp", "mybackup", "²"]
+    for name in others:
+        (saved / name).mkdir()
+    damage(saved, 4)
+    assert restore(saved).step == 3
+    assert sorted(path.name for path in saved.iterdir()) == sorted(
+        ["1", "3", "4.damaged-2", *others]
+    )
 
 
 def test_only_damaged_checkpoints_are_an_error_and_stay(saved):
@@ -116,6 +151,8 @@ def test_reading_a_damaged_or_an_absent_step_is_refused(saved):
         checkpoint.load_params(saved, 1, abstract().params)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 2, but of \[1, 3, 4\]"):
         checkpoint.load_params(saved, 2, abstract().params)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 0, and no other"):
+        checkpoint.load_params(saved / "nowhere", 0, abstract().params)
 
 
 def test_a_checkpoint_that_the_disk_cannot_hold_is_not_begun(saved, monkeypatch):
@@ -126,6 +163,14 @@ def test_a_checkpoint_that_the_disk_cannot_hold_is_not_begun(saved, monkeypatch)
         checkpoints.save(5, state_of(5), best=1, nonfinite=0)
     checkpoints.close()
     assert restore(saved).step == 4
+
+
+def test_what_orbax_logs_beside_its_errors_is_dropped_and_nothing_else(saved):
+    Checkpoints(saved, keep=2).close()
+    logger = logging.getLogger("absl")
+    for path, kept in ((ocp.__file__, False), (__file__, True)):
+        record = logger.makeRecord("absl", logging.ERROR, path, 1, "raised", (), None)
+        assert bool(logger.filter(record)) == kept
 
 
 SAVED_ON_ANOTHER_MESH = """

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.compare import paired_difference
+from experiments import conditions
+from experiments.compare import check_items, main, paired_difference
 from experiments.conditions import Run, compared
 
 ROOT = Path(__file__).parent.parent
@@ -55,8 +56,11 @@ def record(step, *rewards):
     }
 
 
-def write(workdir, *records):
+def write(workdir, *records, size=(4, 4)):
     workdir.mkdir()
+    task = {"factory": "frozenlake", "options": {"size": size}}
+    config = {"seed": 0, "task": task, "validation": {"every": 10, "num_items": 2, "seed": 0}}
+    (workdir / "config.json").write_text(json.dumps(config))
     (workdir / "validation.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
@@ -86,6 +90,33 @@ def test_a_run_without_validation_is_refused(tmp_path):
     done = compare(tmp_path / "a")
     assert done.returncode == 2
     assert "never validated" in done.stderr
+
+
+def test_runs_on_other_boards_are_not_paired(tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "b", size=(5, 5))
+    with pytest.raises(ValueError, match=r"options.size: \[4, 4\] -> \[5, 5\]"):
+        check_items(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "a", record(0, 0, 0))
+    monkeypatch.setattr(sys, "argv", ["compare", str(tmp_path / "a"), f"{tmp_path}/b/../a"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "given twice" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_no_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(conditions, "ROOT", tmp_path)
+    write(tmp_path / "rlds-0", record(0, 0, 0), record(20, 1, 1))
+    with pytest.raises(ValueError, match=r"rlds-0 was validated up to step 20 of 30"):
+        conditions.read("rlds", 0)
+
+
+def test_a_dropped_board_is_named():
+    with pytest.raises(ValueError, match=r"rlds: .* boards \['1'\]"):
+        compared({"rlds": [record(10, 1, 0), record(10, 1)]})
 
 
 def test_budgets_bound_the_steps_and_the_tokens():

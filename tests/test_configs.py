@@ -8,25 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from configs import common, frozenlake
+from configs import common, frozenlake, hotpotqa, scienceworld
 from rlds_jax.play import make_task
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.trainer import check_lengths
 
 ROOT = Path(__file__).parent.parent
+VARIANTS = ((frozenlake, "tiny"), (hotpotqa, ""), (scienceworld, "split_tasks"))
 CONFIGS = {
-    name: get_config(arg)
-    for get_config, stem in ((frozenlake.get_config, "frozenlake"),)
-    for arg in (
-        "",
-        *common.CONDITIONS[1:],
-        "tiny",
-        "tiny,rlvr",
-        "tiny,base_reflection",
-        "vllm",
-        "tiny,vllm",
-    )
-    for name in [f"{stem}:{arg}"]
+    f"{module.__name__.split('.')[-1]}:{arg}": module.get_config(arg)
+    for module, variant in VARIANTS
+    for condition in ("", "rlvr", "base_reflection")
+    for arg in (condition, f"{variant},{condition}".strip(","))
+} | {f"frozenlake:{arg}": frozenlake.get_config(arg) for arg in ("vllm", "tiny,vllm")}
+ITEMS = {
+    "frozenlake:": (20_000, 500),
+    "scienceworld:": (1796, 887),
+    "scienceworld:split_tasks": (1144, 321),
 }
 
 
@@ -62,23 +60,48 @@ def test_a_config_is_locked_and_consistent(name):
         config.rollout.no_such_field = 1
     rollout = RolloutConfig(**config.rollout)
     check_lengths(rollout, config.engine.max_context, config.batch.row_length)
-    assert len(make_task(config.task).items("validation")) == 500
-    assert len(make_task(config.task).items("train")) == 20_000
+    task = make_task(config.task)
+    if name.startswith("hotpotqa"):  # its items are a data set
+        assert (task.train_items, task.validation_items) == (20_000, 500)
+    else:
+        number = ITEMS[max((start for start in ITEMS if name.startswith(start)), key=len)]
+        assert (len(task.items("train")), len(task.items("validation"))) == number
+    assert config.advantage.num_turns >= config.task.options.max_turns
 
 
-def test_paper_scale_is_that_of_the_method():
-    config, rlvr = frozenlake.get_config(), frozenlake.get_config("rlvr")
+@pytest.mark.parametrize(("module", "turns"), [(frozenlake, 10), (hotpotqa, 5)])
+def test_paper_scale_is_that_of_the_method(module, turns):
+    config, rlvr = module.get_config(), module.get_config("rlvr")
     assert (config.steps, config.prompts_per_step) == (312, 64)
     rollout = config.rollout
     assert (rollout.group_size, rollout.retry_budget, rlvr.rollout.group_size) == (6, 3, 10)
     assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (1024, 4096)
-    assert (rollout.temperature, config.task.options.max_turns) == (0.7, 10)
+    assert (rollout.temperature, config.task.options.max_turns) == (0.7, turns)
     assert (config.optimizer.learning_rate, config.loss.kl_coefficient) == (1e-6, 1e-3)
 
 
-@pytest.mark.parametrize("scale", ["", "tiny,"])
-def test_conditions_differ_by_rollout_settings_alone(scale):
-    by_condition = {c: frozenlake.get_config(scale + c) for c in common.CONDITIONS}
+def test_scienceworld_at_paper_scale_is_that_of_the_method():
+    config, rlvr = scienceworld.get_config(), scienceworld.get_config("rlvr")
+    assert (config.steps, config.prompts_per_step) == (400, 64)
+    rollout = config.rollout
+    assert (rollout.group_size, rollout.retry_budget, rlvr.rollout.group_size) == (6, 3, 10)
+    assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (8192, 8192)
+    assert (rollout.temperature, config.task.options.max_turns) == (1.0, 30)
+    assert config.task.options.simplification == "easy"
+
+
+@pytest.mark.parametrize(
+    ("get_config", "scale"),
+    [
+        (frozenlake.get_config, ""),
+        (frozenlake.get_config, "tiny,"),
+        (hotpotqa.get_config, ""),
+        (scienceworld.get_config, ""),
+        (scienceworld.get_config, "split_tasks,"),
+    ],
+)
+def test_conditions_differ_by_rollout_settings_alone(get_config, scale):
+    by_condition = {c: get_config(scale + c) for c in common.CONDITIONS}
     sizes = {"rlds": by_condition["rlds"].rollout.group_size}
     for config in by_condition.values():
         fields = config.to_dict()

@@ -20,7 +20,7 @@ ALLOWED = {
     "rollouts": ("rollouts", "tasks.base", "tasks.tool_calls"),
     "rollouts/engines": ("rollouts", "models"),
 }
-HEAVY = ("torch", "vllm", "py4j", "faiss", "sentence_transformers", "tensorflow")
+HEAVY = ("torch", "vllm", "py4j", "scienceworld", "faiss", "sentence_transformers", "tensorflow")
 
 
 def modules():
@@ -61,7 +61,12 @@ def test_imports_point_one_way(path):
 @pytest.mark.parametrize("path", modules(), ids=name)
 def test_heavy_libraries_stay_at_the_edges(path):
     heavy = {m.split(".")[0] for m in imports(path)} & set(HEAVY)
-    owners = {"py4j": "tasks.scienceworld", "faiss": "tasks.hotpotqa"}
+    owners = {
+        "py4j": "tasks.scienceworld.jvm",
+        "scienceworld": "tasks.scienceworld.jvm",
+        "faiss": "tasks.hotpotqa",
+        "sentence_transformers": "tasks.hotpotqa.sentence_e5",
+    }
     wrong = [h for h in heavy if not name(path).startswith(owners.get(h, "rollouts.engines.vllm"))]
     assert not wrong, f"{name(path)} imports {wrong}"
 
@@ -75,9 +80,15 @@ def test_rollouts_are_free_of_jax(path):
     assert not {m.split(".")[0] for m in imports(path)} & {"jax", "flax", "optax", "chex"}
 
 
+def test_only_the_commands_of_the_retriever_load_the_torch_encoder():
+    users = {name(p) for p in modules() if any(m.endswith("make_encoder") for m in imports(p))}
+    assert users == {"tasks.hotpotqa.index", "tasks.hotpotqa.serve"}
+
+
 def test_training_loads_no_torch_and_no_tensorflow():
     """transformers would import torch where it is installed; nothing of ours may ask it to."""
-    heavy = ("torch", "vllm", "tensorflow")
-    code = f"import rlds_jax.train, sys; print([m for m in {heavy} if m in sys.modules])"
+    heavy = ("torch", "vllm", "tensorflow", "faiss", "datasets")
+    loaded = "import rlds_jax.train, rlds_jax.tasks.hotpotqa.task, sys"
+    code = f"{loaded}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

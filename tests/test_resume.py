@@ -179,6 +179,7 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on_later(limit, whole, tmp_pa
     assert done.returncode == 2, done.stderr
     assert "error: " in done.stderr
     assert "Nothing that was saved is lost" in done.stderr
+    assert "Traceback" not in done.stderr
     finish(workdir)
     records = [json.loads(line) for line in (workdir / "rollouts.jsonl").open()]
     assert [r["uid"] for r in records] == [

@@ -44,3 +44,43 @@ def test_a_line_still_being_written_is_left_out(tmp_path):
     whole = '{"step": 1, "uid": "a"}\n'
     (tmp_path / "rollouts.jsonl").write_text(whole + '{"step": 1, "ui')
     assert run_files.rollouts(tmp_path) == [{"step": 1, "uid": "a"}]
+
+
+BAD = [b"{broken}\n", b"123\n", b'{"a": 1}\n', b'{"step": "1"}\n', b"\xff\n"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_damaged_line_costs_itself_alone(bad, tmp_path, caplog):
+    path = tmp_path / "validation.jsonl"
+    lines = [b'{"step": %d}\n' % step for step in range(5)]
+    path.write_bytes(b"".join([*lines[:2], bad, *lines[2:], b'{"st']))
+    run_files.drop_after(path, 3)
+    assert path.read_bytes() == b"".join(lines[:4])
+    assert "1 damaged lines are dropped: [3]" in caplog.text
+    assert [p.name for p in tmp_path.iterdir()] == ["validation.jsonl"]
+
+
+def test_later_records_and_half_a_line_are_cut_without_a_warning(tmp_path, caplog):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    run_files.drop_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_readers_name_file_and_line(bad, tmp_path):
+    (tmp_path / "validation.jsonl").write_bytes(b'{"step": 1}\n' + bad)
+    with pytest.raises(ValueError, match=r"validation\.jsonl:2 is damaged"):
+        run_files.validations(tmp_path)
+
+
+def test_readers_name_what_is_no_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"validation\.jsonl does not exist; give"):
+        run_files.validations(tmp_path)
+
+
+def test_a_config_without_fields_is_damaged(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        run_files.config(tmp_path)

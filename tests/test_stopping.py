@@ -66,3 +66,26 @@ def test_a_cancellation_of_another_cause_stays_one():
 
     with pytest.raises(asyncio.CancelledError):
         StopSignals().run(cancelled())
+
+
+def test_the_first_of_two_signals_counts():
+    with StopSignals() as signals:
+        kill(signal.SIGTERM)
+        kill(signal.SIGINT)
+        with pytest.raises(StopRequested, match="SIGTERM"):
+            signals.run(asyncio.sleep(60))
+
+
+def test_a_signal_after_the_last_of_the_work_is_no_error(monkeypatch):
+    run = asyncio.run
+
+    def run_and_kill(work):
+        result = run(work)
+        kill(signal.SIGTERM)  # the loop is closed, and `run` has not returned
+        return result
+
+    monkeypatch.setattr(asyncio, "run", run_and_kill)
+    with StopSignals() as signals:
+        assert signals.run(asyncio.sleep(0, "result")) == "result"
+        with pytest.raises(StopRequested):
+            signals.run(asyncio.sleep(60))

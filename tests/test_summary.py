@@ -106,3 +106,18 @@ def test_the_summary_of_a_real_run(tiny_run):
         assert written["sampled_tokens"][phase] == pytest.approx(sampled, abs=0.1), phase
     assert 0 <= written["fallback_group_rate"] <= 1
     assert 0 <= written["grader_parse_rate"] <= 1
+
+
+def test_steps_that_tensorboard_lost_are_counted(tmp_path):
+    workdir = logged(tmp_path, {0: 0.75, 4: 0.5})
+    (workdir / "checkpoints" / "5").mkdir(parents=True)
+    written = summary.write(workdir)
+    assert (written["steps"], written["steps_unlogged"]) == (5, 2)
+    lines = summary.text(written, workdir).splitlines()
+    assert "TensorBoard lacks 2 of them, and so do the means" in lines
+    assert any(line.endswith("--step=5") for line in lines)
+
+
+def test_the_untrained_policy_can_be_the_best_and_exported(tmp_path):
+    workdir = logged(tmp_path, {0: 0.75, 3: 0.5})
+    assert "rlds_jax.export" in summary.text(summary.write(workdir), workdir)

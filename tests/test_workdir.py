@@ -20,7 +20,9 @@ def test_the_config_is_kept_and_accepted_again(tmp_path):
 def test_a_run_may_be_made_longer_and_saved_more_often(tmp_path):
     config = frozenlake.get_config("tiny")
     workdir.claim(tmp_path, config).close()
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     config.steps, config.checkpoint.every, config.mesh.data = 99, 1, 2
+    config.batch.max_micro = 128
     workdir.claim(tmp_path, config).close()
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 99
 
@@ -28,6 +30,7 @@ def test_a_run_may_be_made_longer_and_saved_more_often(tmp_path):
 def test_other_fields_that_differ_are_listed(tmp_path):
     config = frozenlake.get_config("tiny")
     workdir.claim(tmp_path, config).close()
+    (tmp_path / "validation.jsonl").write_text("{}\n")
     config.seed, config.rollout.group_size = 7, 3
     with pytest.raises(ValueError, match=r"rollout.group_size: 4 -> 3\n  seed: 0 -> 7"):
         workdir.claim(tmp_path, config)
@@ -65,3 +68,28 @@ def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is damaged"):
         workdir.claim(tmp_path, frozenlake.get_config("tiny"))
+
+
+def test_a_start_that_came_to_nothing_binds_no_config(tmp_path):
+    config = frozenlake.get_config("tiny")
+    workdir.claim(tmp_path, config).close()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "rollouts.jsonl").touch()
+    config.engine.num_slots = 7
+    workdir.claim(tmp_path, config).close()
+    assert json.loads((tmp_path / "config.json").read_text())["engine"]["num_slots"] == 7
+
+
+@pytest.mark.parametrize("name", workdir.MADE)
+def test_files_of_no_run_are_left_alone(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"holds {name} but no config.json"):
+        workdir.claim(tmp_path, frozenlake.get_config("tiny"))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_the_config_of_a_model_is_left_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+    with pytest.raises(ValueError, match="of another config"):
+        workdir.claim(tmp_path, frozenlake.get_config("tiny"))
+    assert (tmp_path / "config.json").read_text() == '{"vocab_size": 9}'

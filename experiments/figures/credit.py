@@ -125,8 +125,15 @@ def token_texts(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def decoder(model: str) -> Decode:
-    """Decodes with the tokenizer of a run's `model.path`."""
-    tokenizer = Tokenizer.from_file(str(hub.local_directory(model) / "tokenizer.json"))
+    """Decodes with the tokenizer of a run's `model.path`.
+
+    Raises:
+      FileNotFoundError: it has none.
+    """
+    path = hub.local_directory(model) / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; bring it back to decode the tokens")
+    tokenizer = Tokenizer.from_file(str(path))
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 

@@ -12,23 +12,42 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
-Implementation = Literal["auto", "dense", "blockwise"]
+from rlds_jax.models import flash
+from rlds_jax.models.partition import spec
+
+Implementation = Literal["dense", "blockwise", "splash", "pallas", "cudnn"]
+Choice = Literal["auto", "dense", "blockwise", "splash", "pallas", "cudnn"]
 
 MASKED = -1e30  # finite: a block without any allowed pair gives no NaN
 
 
-def attend(q, k, v, segment_ids, *, implementation: Implementation = "auto"):
-    """Attention by name: "dense", "blockwise", or "auto" (DESIGN "Models").
+def attend(q, k, v, segment_ids, *, implementation: Choice, mesh: Mesh | None = None):
+    """Attention by name; on a mesh every device attends over its own rows and heads.
 
     Raises:
-      ValueError: the name is unknown.
+      ValueError: the name is unknown, or "auto", which models/attention_gate.py settles.
     """
-    if implementation == "dense":
-        return dense(q, k, v, segment_ids)
-    if implementation in ("auto", "blockwise"):
-        return blockwise(q, k, v, segment_ids)
-    raise ValueError(f"attention {implementation!r} is unknown; use auto, dense or blockwise")
+    functions = {
+        "dense": dense,
+        "blockwise": blockwise,
+        "splash": flash.splash,
+        "pallas": flash.pallas,
+        "cudnn": flash.cudnn,
+    }
+    if implementation not in functions:
+        raise ValueError(f"attention {implementation!r} is unknown; use one of {list(functions)}")
+    function = functions[implementation]
+    if mesh is None or mesh.size == 1:
+        return function(q, k, v, segment_ids)
+    arrays = (q, k, v, segment_ids)
+    axes = [("rows", None, heads, None) for heads in ("heads", "kv_heads", "kv_heads")]
+    specs = tuple(
+        spec(mesh, a, x.shape) for a, x in zip([*axes, ("rows", None)], arrays, strict=True)
+    )
+    local = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return local(*arrays)
 
 
 def dense(q, k, v, segment_ids):

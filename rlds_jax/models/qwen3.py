@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,9 +20,11 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 from jax import lax
+from jax.sharding import Mesh
 
 from rlds_jax.models import attention as attention_lib
 from rlds_jax.models.config import ModelConfig
+from rlds_jax.models.partition import constrain
 
 Params = dict[str, Any]
 Remat = Literal["none", "dots", "full"]
@@ -38,22 +41,41 @@ class Parameter:
     Attributes:
       hf_name: tensor name in a checkpoint; "{layer}" stands for the index on the stacked axis.
       shape: ours, the stacked layer axis included.
-      axes: logical axis names, one per dimension (sharding.py maps them to mesh axes).
+      axes: logical axis names, one per dimension (partition.py maps them to mesh axes).
       init: initialiser, called with (key, shape, dtype).
-      hf_order: order of our dimensions (without the layer axis) in the checkpoint's tensor.
-      hf_shape: shape of the checkpoint's tensor, after `hf_order` and merging heads and head_dim.
+      hf_dims: for each dimension of the checkpoint's tensor, those of ours (without the layer axis)
+        that it merges, the slowest first.
     """
 
     hf_name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Callable[..., jax.Array]
-    hf_order: tuple[int, ...]
-    hf_shape: tuple[int, ...]
+    hf_dims: tuple[tuple[int, ...], ...]
 
     @property
     def stacked(self) -> bool:
         return self.axes[0] == "layers"
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Ours, of one layer."""
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def hf_order(self) -> tuple[int, ...]:
+        """Our dimensions (without the layer axis) in the order of the checkpoint."""
+        return tuple(axis for merged in self.hf_dims for axis in merged)
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.own_shape[axis] for axis in merged) for merged in self.hf_dims)
+
+    @property
+    def hf_names(self) -> list[str]:
+        """Tensor names in a checkpoint, by layer."""
+        count = self.shape[0] if self.stacked else 1
+        return [self.hf_name.format(layer=layer) for layer in range(count)]
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
@@ -71,18 +93,10 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
     def parameter(hf_name: str, axes: str, hf_axes: str, init=_NORMAL) -> Parameter:
         """`hf_axes` lists the checkpoint's dimensions in order; "a*b" is a merged one."""
         names = tuple(axes.split())
-        order = tuple(hf_axes.replace("*", " ").split())
         own = names[1:] if names[0] == "layers" else names
-        merged = [group.split("*") for group in hf_axes.split()]
-        hf_shape = [functools.reduce(lambda n, name: n * sizes[name], group, 1) for group in merged]
-        return Parameter(
-            hf_name,
-            tuple(sizes[name] for name in names),
-            names,
-            init,
-            tuple(own.index(name) for name in order),
-            tuple(hf_shape),
-        )
+        hf_dims = [tuple(map(own.index, merged.split("*"))) for merged in hf_axes.split()]
+        shape = tuple(sizes[name] for name in names)
+        return Parameter(hf_name, shape, names, init, tuple(hf_dims))
 
     layer = "model.layers.{layer}."
     attn = layer + "self_attn."
@@ -221,7 +235,8 @@ def hidden_states(
     *,
     compute_dtype=jnp.float32,
     remat: Remat = "none",
-    attention: attention_lib.Implementation = "auto",
+    attention: attention_lib.Choice = "blockwise",
+    mesh: Mesh | None = None,
 ):
     """The decoder over packed rows.
 
@@ -231,6 +246,7 @@ def hidden_states(
       compute_dtype: of activations and matmuls.
       remat: what the backward pass recomputes: nothing, all but matmul outputs, or whole layers.
       attention: implementation, see models/attention.py.
+      mesh: that the arrays are spread over; None on a single device.
 
     Returns:
       [B, L, D] after the final norm, in compute_dtype.
@@ -247,11 +263,14 @@ def hidden_states(
             heads.reshape(rows, length, *heads.shape[1:])
             for heads in qkv(layer, config, normalised, positions)
         )
-        attended = attention_lib.attend(q, k, v, segment_ids, implementation=attention)
-        x = x + attention_output(layer, attended.reshape(rows * length, *attended.shape[2:]))
-        return x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_norm_eps)), None
+        attended = attention_lib.attend(q, k, v, segment_ids, implementation=attention, mesh=mesh)
+        attended = attended.reshape(rows * length, *attended.shape[2:])
+        x = constrain(x + attention_output(layer, attended), mesh, "tokens", "hidden")
+        x = x + mlp(layer, rms_norm(x, layer["post_norm"], config.rms_norm_eps))
+        return constrain(x, mesh, "tokens", "hidden"), None
 
     x = embed_tokens(params, tokens.reshape(-1), compute_dtype)
+    x = constrain(x, mesh, "tokens", "hidden")
     x, _ = lax.scan(_remat(block, remat), x, params["layers"])
     return rms_norm(x, params["final_norm"], config.rms_norm_eps).reshape(rows, length, -1)
 
@@ -281,7 +300,16 @@ def token_logprobs(hidden, unembed, targets, temperature, *, chunk_size: int = 1
     return logprobs[0], entropy[0]
 
 
-def row_logprobs(hidden, unembed, targets, temperature, active, *, chunk_size: int = 1024):
+def row_logprobs(
+    hidden,
+    unembed,
+    targets,
+    temperature,
+    active,
+    *,
+    chunk_size: int = 1024,
+    mesh: Mesh | None = None,
+):
     """Log-probability of each target, and the entropy, under softmax(hidden @ unembed.T / temp).
 
     Works through the active tokens in chunks, forward and backward, so that the largest array is
@@ -295,7 +323,8 @@ def row_logprobs(hidden, unembed, targets, temperature, active, *, chunk_size: i
       targets: [B, L] int32.
       temperature: [B, L] float32, positive where active.
       active: [B, L] bool.
-      chunk_size: tokens whose logits exist at once.
+      chunk_size: tokens whose logits exist at once, over all devices.
+      mesh: that the arrays are spread over; None on a single device.
 
     Returns:
       logprobs, entropy: [B, L] float32, 0 where not active.
@@ -310,35 +339,38 @@ def row_logprobs(hidden, unembed, targets, temperature, active, *, chunk_size: i
         """[B, L, ...] to [chunks, B, width, ...], active tokens first."""
         x = jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
         x = jnp.pad(x, [(0, 0), (0, chunks * width - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, chunks, width, *x.shape[2:]), 1, 0)
+        x = jnp.moveaxis(x.reshape(rows, chunks, width, *x.shape[2:]), 1, 0)
+        return constrain(x, mesh, None, "rows", *[None] * (x.ndim - 2))
 
     def join(x):
         x = jnp.moveaxis(x, 0, 1).reshape(rows, -1)
         return jnp.where(active, jnp.take_along_axis(x, jnp.argsort(order, axis=1), axis=1), 0.0)
 
     inverse = split(1 / jnp.where(active, temperature, 1.0).astype(jnp.float32))
-    logprobs, entropy = _chunk_logprobs(split(hidden), unembed, split(targets), inverse, used)
+    unembed = constrain(unembed, mesh, "head_vocab", "hidden")
+    logprobs, entropy = _chunk_logprobs(split(hidden), unembed, split(targets), inverse, used, mesh)
     return join(logprobs), join(entropy)
 
 
-def _scaled_logits(hidden, unembed, inverse_temperature):
+def _scaled_logits(hidden, unembed, inverse_temperature, mesh):
     """float32 logits [B * width, V] of one chunk."""
-    hidden = hidden.reshape(-1, hidden.shape[-1])
+    hidden = constrain(hidden, mesh, "head_rows", None, "hidden").reshape(-1, hidden.shape[-1])
     logits = jnp.einsum(
         "nd,vd->nv", hidden, unembed.astype(hidden.dtype), preferred_element_type=jnp.float32
     )
+    logits = constrain(logits, mesh, "head_rows", "head_vocab")
     return logits * inverse_temperature.reshape(-1, 1)
 
 
-@jax.custom_vjp
-def _chunk_logprobs(hidden, unembed, targets, inverse_temperature, used):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _chunk_logprobs(hidden, unembed, targets, inverse_temperature, used, mesh):
     """`row_logprobs` over the first `used` of [chunks, B, width, ...]; 0 in the others."""
-    return _chunk_forward(hidden, unembed, targets, inverse_temperature, used)[0]
+    return _chunk_forward(hidden, unembed, targets, inverse_temperature, used, mesh)[0]
 
 
-def _chunk_forward(hidden, unembed, targets, inverse_temperature, used):
+def _chunk_forward(hidden, unembed, targets, inverse_temperature, used, mesh):
     def chunk(i, outputs):
-        logits = _scaled_logits(hidden[i], unembed, inverse_temperature[i])
+        logits = _scaled_logits(hidden[i], unembed, inverse_temperature[i], mesh)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         logp = logits - normaliser[:, None]
         chosen = jnp.take_along_axis(logp, targets[i].reshape(-1, 1), axis=-1)[:, 0]
@@ -352,7 +384,7 @@ def _chunk_forward(hidden, unembed, targets, inverse_temperature, used):
     return (logprobs, entropy), saved
 
 
-def _chunk_backward(saved, cotangents):
+def _chunk_backward(mesh, saved, cotangents):
     """d logp / d z = onehot - p and d H / d z = -p (log p + H), for scaled logits z."""
     hidden, unembed, targets, inverse_temperature, used, entropy, normaliser = saved
 
@@ -362,7 +394,7 @@ def _chunk_backward(saved, cotangents):
             x[i].reshape(-1)
             for x in (targets, inverse_temperature, entropy, normaliser, *cotangents)
         )
-        logp = _scaled_logits(hidden[i], unembed, inverse) - log_z[:, None]
+        logp = _scaled_logits(hidden[i], unembed, inverse, mesh) - log_z[:, None]
         slope = d_logprob + d_entropy * chunk_entropy
         d_logits = -jnp.exp(logp) * (slope[:, None] + d_entropy[:, None] * logp)
         d_logits = d_logits.at[jnp.arange(len(target)), target].add(d_logprob)
@@ -370,7 +402,8 @@ def _chunk_backward(saved, cotangents):
         d_rows = d_logits @ unembed.astype(hidden.dtype)
         flat = hidden[i].reshape(-1, hidden.shape[-1])
         d_unembed += jnp.einsum("nv,nd->vd", d_logits, flat, preferred_element_type=jnp.float32)
-        return d_hidden.at[i].set(d_rows.reshape(hidden.shape[1:])), d_unembed
+        d_rows = constrain(d_rows.reshape(hidden.shape[1:]), mesh, "rows", None, "hidden")
+        return d_hidden.at[i].set(d_rows), constrain(d_unembed, mesh, "head_vocab", "hidden")
 
     zeros = (jnp.zeros_like(hidden), jnp.zeros(unembed.shape, jnp.float32))
     d_hidden, d_unembed = lax.fori_loop(0, used, chunk, zeros)

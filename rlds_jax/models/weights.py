@@ -1,25 +1,33 @@
-"""Hugging Face safetensors directories to parameters and back, both read off `parameter_table`."""
+"""Hugging Face model directories to sharded parameters and back, both read off `parameter_table`.
+
+Neither way holds the model on the host: loading reads each device's slice of one layer at a time,
+saving fetches one tensor at a time.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
-import shutil
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from flax import traverse_util
-from safetensors.numpy import save_file
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlds_jax.models import safetensors_dir
 from rlds_jax.models.config import ModelConfig
 from rlds_jax.models.qwen3 import Parameter, Params, parameter_table
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-SHARD_BYTES = 4 * 2**30
+CHUNK_BYTES = 64 * 2**20  # read at once of a parameter without layers
+SHARD_BYTES = 5 * 10**9
+
+Bounds = tuple[int, int]
 
 # What a model directory holds besides config.json and weights.
 COMPANIONS = (
@@ -45,44 +53,43 @@ def load_config(directory: str | Path) -> ModelConfig:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; expected a Hugging Face model directory")
-    return ModelConfig.from_hf(_read_object(path))
+    return ModelConfig.from_hf(safetensors_dir.read_object(path))
 
 
-def load(directory: str | Path, dtype=jnp.float32) -> tuple[ModelConfig, Params]:
+def load(
+    directory: str | Path, dtype=jnp.float32, shardings: Params | None = None
+) -> tuple[ModelConfig, Params]:
     """Loads a model directory (one safetensors file, or shards with an index).
 
-    Every tensor's presence and shape is checked before anything is allocated.
+    Every tensor's presence, shape and dtype is checked before anything is allocated. Each device's
+    slice is read from the file a layer, or CHUNK_BYTES, at a time and written into the array on the
+    device: beyond that the host holds nothing.
+
+    Args:
+      dtype: of the parameters.
+      shardings: a tree of NamedShardings like the parameters (sharding.parameter_shardings), None
+        for whole arrays on one device.
 
     Raises:
       FileNotFoundError: no config.json or no safetensors file.
-      ValueError: a file is damaged, or tensors are missing, unexpected or of another shape; all
-        are named.
+      ValueError: a file is damaged, or tensors are missing, unexpected, of another shape or of a
+        dtype that cannot be read; all are named.
     """
     directory = Path(directory)
     config = load_config(directory)
     table = parameter_table(config)
-    where = _tensor_files(directory)
-    files = {path: _open(path) for path in set(where.values())}
-    held = {path: set(file.keys()) for path, file in files.items()}
-    found = {name: files[path] for name, path in where.items() if name in held[path]}
-    _check(config, table, found, directory)
-
-    def tensor(name: str, parameter: Parameter) -> np.ndarray:
-        own = parameter.shape[1:] if parameter.stacked else parameter.shape
-        split = [own[axis] for axis in parameter.hf_order]
-        array = files[where[name]].get_tensor(name).reshape(split)
-        return array.transpose(np.argsort(parameter.hf_order))
-
-    def stacked(parameter: Parameter) -> jax.Array:
-        names = _hf_names(parameter)
-        if not parameter.stacked:
-            return jnp.array(tensor(names[0], parameter), dtype, copy=True)
-        out = np.empty(parameter.shape, dtype)
-        for layer, name in enumerate(names):
-            out[layer] = tensor(name, parameter)
-        return jnp.array(out, copy=True)
-
-    flat = {path: stacked(parameter) for path, parameter in table.items()}
+    files = safetensors_dir.TensorFiles(directory)
+    shapes = {name: p.hf_shape for p in table.values() for name in p.hf_names}
+    files.check(shapes, ignored={"lm_head.weight"} if config.tie_embeddings else ())
+    if shardings is None:
+        mesh = Mesh(np.asarray(jax.local_devices()[:1]), "device")
+        target = dict.fromkeys(table, NamedSharding(mesh, PartitionSpec()))
+    else:
+        target = traverse_util.flatten_dict(shardings, sep="/")
+    flat = {
+        path: _stream(files, parameter, jnp.dtype(dtype), target[path])
+        for path, parameter in table.items()
+    }
     return config, traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -96,113 +103,121 @@ def save(
 ) -> None:
     """Writes a directory that transformers loads.
 
+    If it holds a model, that one stays whole until the new one is. Of the host's memory it takes
+    the file being written and one tensor.
+
     Args:
-      params: the parameters.
+      params: the parameters, on devices of this process.
       dtype: of the stored tensors.
       source: a model or tokenizer directory whose COMPANIONS are copied, and whose config.json
         supplies the fields ours lacks.
       shard_bytes: above this size the tensors are split over several files with an index.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    hf_config = config.to_hf()
-    if source is not None and Path(source).resolve() != directory.resolve():
-        for name in COMPANIONS:
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, directory / name)
-    if source is not None and (Path(source) / "config.json").is_file():
-        hf_config = json.loads((Path(source) / "config.json").read_text()) | hf_config
-    hf_config["dtype"] = jnp.dtype(dtype).name
-    (directory / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    for stale in [*directory.glob("model*.safetensors"), directory / INDEX]:
-        stale.unlink(missing_ok=True)
-    shards = _shards(to_hf_tensors(params, config, dtype), shard_bytes)
-    if len(shards) == 1:
-        _write(shards[0], directory / SINGLE)
-        return
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards):
-        name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        _write(shard, directory / name)
-        weight_map |= dict.fromkeys(shard, name)
-    total = sum(array.nbytes for shard in shards for array in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    fields = config.to_hf() | {"dtype": jnp.dtype(dtype).name}
+    beside = {}
+    if source is not None:
+        held = {path.name: path for path in Path(source).iterdir() if path.is_file()}
+        beside = {name: held[name].read_bytes() for name in COMPANIONS if name in held}
+        if "config.json" in held:
+            fields = safetensors_dir.read_object(held["config.json"]) | fields
+            fields.pop("torch_dtype", None)  # the older name of "dtype"
+    beside["config.json"] = (json.dumps(fields, indent=2) + "\n").encode()
+    sizes = {
+        name: math.prod(parameter.hf_shape) * jnp.dtype(dtype).itemsize
+        for parameter in parameter_table(config).values()
+        for name in parameter.hf_names
+    }
+    tensors = to_hf_tensors(params, config, dtype)
+    safetensors_dir.write(Path(directory), tensors, sizes, shard_bytes, beside)
 
 
-def to_hf_tensors(params: Params, config: ModelConfig, dtype) -> dict[str, np.ndarray]:
-    """Checkpoint tensors by Hugging Face name, in its orientation."""
+def to_hf_tensors(params: Params, config: ModelConfig, dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """Checkpoint tensors, name and value in the checkpoint's orientation, fetched one by one.
+
+    They are cast and turned on the device.
+    """
     flat = traverse_util.flatten_dict(params, sep="/")
-    tensors = {}
     for path, parameter in parameter_table(config).items():
-        array = np.asarray(flat[path].astype(dtype))
-        layers = array if parameter.stacked else array[None]
-        for name, layer in zip(_hf_names(parameter), layers, strict=True):
-            turned = layer.transpose(parameter.hf_order).reshape(parameter.hf_shape)
-            tensors[name] = np.ascontiguousarray(turned)
-    return tensors
+        turn = functools.partial(
+            _to_hf, dtype=jnp.dtype(dtype), order=parameter.hf_order, shape=parameter.hf_shape
+        )
+        for layer, name in enumerate(parameter.hf_names):
+            yield name, np.asarray(turn(flat[path], layer if parameter.stacked else None))
 
 
-def _hf_names(parameter: Parameter) -> list[str]:
-    count = parameter.shape[0] if parameter.stacked else 1
-    return [parameter.hf_name.format(layer=layer) for layer in range(count)]
+@functools.partial(jax.jit, static_argnames=("dtype", "order", "shape"))
+def _to_hf(array, layer, *, dtype, order, shape):
+    own = array if layer is None else lax.dynamic_index_in_dim(array, layer, keepdims=False)
+    return own.astype(dtype).transpose(order).reshape(shape)
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor."""
-    if (directory / INDEX).is_file():
-        weight_map = _read_object(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{directory / INDEX}: 'weight_map' must be an object")
-        return {name: directory / str(file) for name, file in weight_map.items()}
-    single = directory / SINGLE
-    if not single.is_file():
-        raise FileNotFoundError(f"{directory} holds neither {INDEX} nor {SINGLE}")
-    return dict.fromkeys(_open(single).keys(), single)
+def _stream(
+    files: safetensors_dir.TensorFiles, parameter: Parameter, dtype: Any, sharding: NamedSharding
+) -> jax.Array:
+    """One parameter, its shards filled side by side in steps along their first axis."""
+    shape = parameter.shape
+    length = sharding.shard_shape(shape)[0]
+    row_bytes = shape[0] // length * math.prod(shape[1:]) * dtype.itemsize
+    step = 1 if parameter.stacked else min(length, max(1, CHUNK_BYTES // row_bytes))
+    array = jnp.zeros(shape, dtype, device=sharding)
+    for start in range(0, length, step):
+        block = _block(files, parameter, sharding, start, min(step, length - start))
+        array = jax.block_until_ready(_write(array, block, start, sharding))
+        del block  # before the next is read
+    return array
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
+def _block(
+    files: safetensors_dir.TensorFiles,
+    parameter: Parameter,
+    sharding: NamedSharding,
+    start: int,
+    rows: int,
+) -> jax.Array:
+    """Rows [start, start + rows) of every shard of a parameter, sharded like it."""
+    length = sharding.shard_shape(parameter.shape)[0]
+    shape = (parameter.shape[0] // length * rows, *parameter.shape[1:])
+
+    @functools.cache  # replicas share one read
+    def read(first: Bounds, *rest: Bounds) -> np.ndarray:
+        begin = first[0] // rows * length + start
+        return _read(files, parameter, [(begin, begin + rows), *rest])
+
+    def shard(index: Any) -> np.ndarray:
+        return read(*(s.indices(size)[:2] for s, size in zip(index, shape, strict=True)))
+
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
-def _open(path: Path) -> safetensors.safe_open:
-    try:
-        return safetensors.safe_open(path, "np")
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+def _read(
+    files: safetensors_dir.TensorFiles, parameter: Parameter, bounds: Sequence[Bounds]
+) -> np.ndarray:
+    """A slice of a parameter (of one layer of it), ours in shape and the file's in dtype."""
+    (layer, _), *rest = bounds
+    own_bounds = rest if parameter.stacked else bounds
+    cuts, split, late = [], [], [slice(None)] * len(own_bounds)
+    for slowest, *others in parameter.hf_dims:
+        width = math.prod(parameter.own_shape[axis] for axis in others)
+        low, high = own_bounds[slowest]
+        cuts.append(slice(low * width, high * width))
+        split += [high - low, *(parameter.own_shape[axis] for axis in others)]
+        for axis in others:  # not one slice of the file, so cut once it is split off
+            late[axis] = slice(*own_bounds[axis])
+    name = parameter.hf_names[layer if parameter.stacked else 0]
+    array = files.read(name, tuple(cuts)).reshape(split)
+    array = array.transpose(np.argsort(parameter.hf_order))[tuple(late)]
+    return array[None] if parameter.stacked else array
 
 
-def _check(config: ModelConfig, table: dict[str, Parameter], found: dict, directory: Path) -> None:
-    expected = {name: p.hf_shape for p in table.values() for name in _hf_names(p)}
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
-    faults = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
-    faults += [f"unexpected: {name}" for name in sorted(found.keys() - expected.keys() - ignored)]
-    for name in sorted(expected.keys() & found.keys()):
-        shape = tuple(found[name].get_slice(name).get_shape())
-        if shape != expected[name]:
-            faults.append(f"shape: {name} is {shape}, config.json says {expected[name]}")
-    if faults:
-        raise ValueError(f"{directory} does not match its config.json:\n  " + "\n  ".join(faults))
+@functools.partial(jax.jit, static_argnames="sharding", donate_argnames="array")
+def _write(array, block, start, sharding: NamedSharding):
+    """Every device writes its shard of `block` at `start` of its shard of `array`, in place."""
 
+    def write(own, block, start):
+        return lax.dynamic_update_slice_in_dim(own, block.astype(own.dtype), start, axis=0)
 
-def _write(tensors: dict[str, np.ndarray], path: Path) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # save_file leaves it readable by its owner alone
-
-
-def _shards(tensors: dict[str, np.ndarray], limit: int) -> list[dict[str, np.ndarray]]:
-    shards: list[dict[str, np.ndarray]] = [{}]
-    size = 0
-    for name, array in tensors.items():
-        if shards[-1] and size + array.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = array
-        size += array.nbytes
-    return shards
+    spec = sharding.spec
+    specs = (spec, spec, PartitionSpec())
+    return jax.shard_map(write, mesh=sharding.mesh, in_specs=specs, out_specs=spec)(
+        array, block, start
+    )

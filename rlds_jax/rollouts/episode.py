@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -152,9 +153,10 @@ async def _reach(
         return True
     if observation != original.initial_observation:
         return False
-    for turn in original.turns[:retry_from]:
+    played = zip(original.turns, original.scores, strict=True)
+    for turn, score in itertools.islice(played, retry_from):
         result = await environment.step(turn.action)
-        if result.done or result.observation != turn.observation:
+        if result.done or (result.observation, result.score) != (turn.observation, score):
             return False
     return True
 
@@ -182,6 +184,7 @@ class _Episode:
         self.guidance = guidance
         self.tape = _Tape.start(self.prompt())
         self.turns: list[Turn] = []
+        self.scores: list[float] = []
 
     def prompt(self) -> list[int]:
         """Initial prompt ids, with the guidance, which is outside the prompt limit."""
@@ -209,6 +212,7 @@ class _Episode:
         self.observation = original.initial_observation
         self.tape = _Tape.start(original.tokens[: original.prompt_length].tolist())
         self.turns = list(original.turns[:start])
+        self.scores = list(original.scores[:start])
         for turn, (_, observation) in enumerate(self.turns):
             ids = self.tape.replay(turn, original)
             plain = chat.suffix(ids, observation, role)
@@ -237,6 +241,7 @@ class _Episode:
             action = self.context.chat.decode(completion.ids)
             result, suffix = await self.answer(environment, action, completion.ids.tolist())
             self.turns.append(Turn(action, result.observation))
+            self.scores.append(result.score)
             if result.done:
                 return result
             self.tape.append(suffix)
@@ -282,6 +287,7 @@ class _Episode:
             success=result.success,
             ended_by=result.ended_by or "done",
             turns=tuple(self.turns),
+            scores=tuple(self.scores),
             metrics=dict(result.metrics),
             retry_from=retry_from,
             parent=parent,

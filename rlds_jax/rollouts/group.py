@@ -22,7 +22,7 @@ from rlds_jax.rollouts.grading import grade
 from rlds_jax.rollouts.judging import Unparseable
 from rlds_jax.rollouts.reflection import reflect
 from rlds_jax.rollouts.types import GroupResult, Judgement, Trajectory
-from rlds_jax.tasks.base import EpisodeError, Item
+from rlds_jax.tasks.base import EpisodeError, Item, TaskUnavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,10 +47,17 @@ async def run_groups(
 
     Raises:
       AllRolloutsDropped: every rollout failed; the cause is the first failure.
+      TaskUnavailable: the task cannot go on.
     """
     groups = [_Group(context, item, step, first_slot + i) for i, item in enumerate(items)]
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(group.run()) for group in groups]
+    unavailable = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(group.run()) for group in groups]
+    except* TaskUnavailable as raised:  # whatever is raised in here comes out in a group
+        unavailable = raised.exceptions[0]
+    if unavailable is not None:
+        raise unavailable
     results = [task.result() for task in running]
     failures = [failure for group in groups for failure in group.failures]
     if failures and not any(result.trajectories for result in results):
@@ -156,12 +163,13 @@ class _Group:
     async def attempt(self, work: Awaitable[T], event: str) -> T | None:
         """The result, or None after any exception, counted as "<event>/<reason>".
 
-        METHOD section 4 asks for just that: whatever fails costs its row, never the others.
+        METHOD section 4 asks for just that: whatever fails costs its row, never the others. Only
+        a task that cannot go on ends them all.
         """
         (result,) = await asyncio.gather(work, return_exceptions=True)
         if not isinstance(result, BaseException):
             return result
-        if not isinstance(result, Exception):
+        if not isinstance(result, Exception) or isinstance(result, TaskUnavailable):
             raise result
         reason = failure_reason(result)
         log.warning("group %s: %s/%s: %s", self.keys[0].group, event, reason, result)

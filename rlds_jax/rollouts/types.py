@@ -44,6 +44,7 @@ class Trajectory:
       retry_from: first turn the retry sampled itself; None for originals.
       parent: uid of a retry's original; None for originals.
       guidance: text a retry had in its context; None for originals.
+      scores: the environment's after each turn, where it keeps one; a replay must repeat them.
       metrics: per-episode scalars of the environment.
 
     Raises:
@@ -69,6 +70,7 @@ class Trajectory:
     retry_from: int | None = None
     parent: str | None = None
     guidance: str | None = None
+    scores: tuple[float, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):

@@ -40,6 +40,8 @@ class StepResult:
 
     `reward`, `success` and `ended_by` are meaningful only when `done`: the reward is that of the
     whole trajectory, and `ended_by` names the cause ("goal", "hole", "max_turns", ...).
+    `score` is what the environment holds so far, where it keeps a score: not shown to the policy,
+    but a replay must repeat it.
     `metrics` are per-episode scalars for logging, by metric name.
     """
 
@@ -49,6 +51,7 @@ class StepResult:
     success: bool = False
     ended_by: str | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    score: float = 0.0
 
 
 class EpisodeError(Exception):
@@ -61,6 +64,13 @@ class EpisodeError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.reward = reward
+
+
+class TaskUnavailable(Exception):
+    """What a task cannot do without is gone (its server is down): the run stops.
+
+    The message says what is gone and what to do; the same command goes on from the last step.
+    """
 
 
 class Environment(Protocol):
@@ -99,7 +109,7 @@ class Task(Protocol):
       subtasks: graded competencies, in the order of every [K] array.
       observation_role: chat role of observations after the first: "user", or "tool".
       replay: how a retry reaches turn s: "execute" re-runs the actions in a fresh environment and
-        compares every observation; "restore" hands the recorded turns to the environment.
+        compares every observation and score; "restore" hands the recorded turns to the environment.
       tools: Hermes tool schemas for the chat template; empty for tasks without tools.
     """
 
@@ -122,3 +132,7 @@ class Task(Protocol):
     def items(self, split: Literal["train", "validation"]) -> Sequence[Item]: ...
 
     def environment(self, item: Item) -> Environment: ...
+
+    def close(self) -> None:
+        """Ends what the environments share (processes, connections); called once, at the end."""
+        ...

@@ -315,6 +315,9 @@ class FrozenLake:
             raise ValueError(f'item {item.id}: data needs a "board" (a list of rows)')
         return FrozenLakeEnvironment(Board.parse(item.data["board"]), self.max_turns)
 
+    def close(self) -> None:
+        """Nothing is shared between boards."""
+
 
 class Boards(Sequence[Item]):
     """The items of one split; each board is drawn from its own seed when it is asked for."""

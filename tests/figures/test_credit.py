@@ -49,6 +49,11 @@ def test_a_run_of_grpo_has_no_column_of_sdae():
     assert [turn.pivots for turn in graded.turns] == [[], []]
 
 
+def test_a_model_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
+        credit.decoder(str(tmp_path))
+
+
 def test_tokens_that_share_a_character_are_joined():
     pieces = {1: b"a", 2: b"\xe2\x82", 3: b"\xac", 4: b"\xe2"}
 

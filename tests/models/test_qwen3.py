@@ -61,7 +61,7 @@ def reference_logits(reference, tokens):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "attention"))
-def our_logits(config, params, tokens, positions, segments, attention="auto"):
+def our_logits(config, params, tokens, positions, segments, attention="blockwise"):
     hidden = qwen3.hidden_states(params, config, tokens, positions, segments, attention=attention)
     return hidden @ qwen3.unembedding(params).T
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlds_jax.models import qwen3, weights
+from rlds_jax.models import qwen3, safetensors_dir, weights
 from rlds_jax.models.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -40,7 +40,7 @@ def assert_bitwise(a, b):
 
 
 def edit(directory, change):
-    path = directory / weights.SINGLE
+    path = directory / safetensors_dir.SINGLE
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
@@ -49,7 +49,7 @@ def edit(directory, change):
 @pytest.mark.parametrize("shard_bytes", [2**30, 4000])
 def test_round_trip_is_bitwise(params, tmp_path, shard_bytes):
     weights.save(params, CONFIG, tmp_path, jnp.float32, shard_bytes=shard_bytes)
-    assert (tmp_path / weights.INDEX).exists() == (shard_bytes == 4000)
+    assert (tmp_path / safetensors_dir.INDEX).exists() == (shard_bytes == 4000)
     config, loaded = weights.load(tmp_path)
     assert config == CONFIG
     assert_bitwise(loaded, params)
@@ -66,7 +66,7 @@ def test_bfloat16_round_trip_is_bitwise(params, tmp_path):
 def test_saving_again_leaves_no_stale_shards(params, tmp_path):
     weights.save(params, CONFIG, tmp_path, shard_bytes=4000)
     weights.save(params, CONFIG, tmp_path)
-    assert [p.name for p in tmp_path.glob("*.safetensors*")] == [weights.SINGLE]
+    assert [p.name for p in tmp_path.glob("*.safetensors*")] == [safetensors_dir.SINGLE]
 
 
 def test_companions_and_unknown_config_fields_come_from_the_source(params, directory, tmp_path):
@@ -81,7 +81,9 @@ def test_companions_and_unknown_config_fields_come_from_the_source(params, direc
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 3
 
 
-def test_faulty_tensors_are_all_named(directory):
+def test_faulty_tensors_are_all_named_before_anything_is_allocated(directory, monkeypatch):
+    monkeypatch.setattr(weights, "_stream", lambda *_: pytest.fail("loading began"))
+
     def change(tensors):
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.extra.weight"] = np.zeros(3, np.float32)
@@ -102,7 +104,7 @@ def test_a_tied_checkpoint_may_repeat_its_head(params, directory):
 
 
 def test_missing_files_are_named(directory):
-    (directory / weights.SINGLE).unlink()
+    (directory / safetensors_dir.SINGLE).unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         weights.load(directory)
     (directory / "config.json").unlink()
@@ -138,11 +140,11 @@ def test_unsupported_architectures_are_refused(directory, change, message):
         ("config.json", b"{"),
         ("config.json", b"\xff"),
         ("config.json", b"[]"),
-        (weights.SINGLE, b""),
-        (weights.SINGLE, b"\x08" + bytes(7) + b"{}      rest"),
-        (weights.INDEX, b"{}"),
-        (weights.INDEX, b"not json"),
-        (weights.INDEX, b'{"weight_map": ["a"]}'),
+        (safetensors_dir.SINGLE, b""),
+        (safetensors_dir.SINGLE, b"\x08" + bytes(7) + b"{}      rest"),
+        (safetensors_dir.INDEX, b"{}"),
+        (safetensors_dir.INDEX, b"not json"),
+        (safetensors_dir.INDEX, b'{"weight_map": ["a"]}'),
     ],
 )
 def test_a_damaged_file_is_named(directory, name, content):
@@ -152,17 +154,17 @@ def test_a_damaged_file_is_named(directory, name, content):
 
 
 def test_a_truncated_file_is_named(directory):
-    path = directory / weights.SINGLE
+    path = directory / safetensors_dir.SINGLE
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         weights.load(directory)
 
 
 def test_a_tensor_that_its_shard_lacks_is_missing(directory):
-    names = [*load_file(directory / weights.SINGLE)]
+    names = [*load_file(directory / safetensors_dir.SINGLE)]
     edit(directory, lambda tensors: tensors.pop(names[0]))
-    index = {"weight_map": dict.fromkeys(names, weights.SINGLE)}
-    (directory / weights.INDEX).write_text(json.dumps(index))
+    index = {"weight_map": dict.fromkeys(names, safetensors_dir.SINGLE)}
+    (directory / safetensors_dir.INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"missing: {names[0]}"):
         weights.load(directory)
 

@@ -90,6 +90,9 @@ class Corridor:
         self.opened += 1
         return _CorridorWalk(self, item.data, drifts=self.opened - 1 in self.drift)
 
+    def close(self):
+        pass
+
 
 class _CorridorWalk:
     def __init__(self, task, data, drifts):

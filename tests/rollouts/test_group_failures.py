@@ -4,7 +4,7 @@ import pytest
 from rollout_doubles import ITEMS, Corridor, make_context, only, policy, reflection_json, run
 
 from rlds_jax.rollouts.group import AllRolloutsDropped
-from rlds_jax.tasks.base import EpisodeError, Item
+from rlds_jax.tasks.base import EpisodeError, Item, TaskUnavailable
 
 
 def test_a_failing_rollout_is_dropped_and_counted_and_spares_the_others(tokenizer, caplog):
@@ -91,6 +91,16 @@ def test_a_step_without_any_rollout_stops_the_run(tokenizer):
     with pytest.raises(AllRolloutsDropped, match="boom") as error:
         run(context)
     assert isinstance(error.value.__cause__, OSError)
+
+
+def test_a_task_that_cannot_go_on_ends_every_group(tokenizer):
+    def step(walk, text):
+        if walk.task.opened > 3:
+            raise TaskUnavailable("the server is down")
+
+    context = make_context(tokenizer, policy(), task=Corridor(step=step), group_size=2)
+    with pytest.raises(TaskUnavailable, match="server is down"):
+        run(context)
 
 
 def test_judge_prompt_is_fitted_to_the_context(tokenizer):

@@ -286,10 +286,8 @@ def test_a_failing_worker_tells_everyone(monkeypatch):
     engine.close()
 
 
-def test_varying_content_compiles_nothing_new(engine):
-    asyncio.run(sample_all(engine))
+def test_varying_content_compiles_no_more_than_the_sizes_of_a_dispatch(engine):
     kernels = local_kernels.build(CONFIG, 8)
-    asyncio.run(sample_all(engine, [prompt(1000, 150)] + [prompt(i, 9) for i in range(30)]))
     before = [f._cache_size() for f in kernels]
     rng = np.random.default_rng(0)
     for step in range(10):
@@ -297,7 +295,10 @@ def test_varying_content_compiles_nothing_new(engine):
         temperature = float(rng.uniform(0, 2))
         asyncio.run(sample_all(engine, prompts, temperature=temperature))
         engine.update_weights(PARAMS, step)
-    assert [f._cache_size() for f in kernels] == before
+    new = [f._cache_size() - n for f, n in zip(kernels, before, strict=True)]
+    batcher = engine._batcher
+    sizes = [len(batcher._chunk_counts), len(batcher._decode_rows), 1]  # prefill, decode, copy
+    assert all(n <= most for n, most in zip(new, sizes, strict=True)), (new, sizes)
 
 
 def test_metrics_count_what_was_done(engine):

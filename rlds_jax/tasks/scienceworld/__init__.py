@@ -1,0 +1,1 @@
+"""ScienceWorld: thirty kinds of science experiment in a simulated house (METHOD section 6)."""

@@ -1,0 +1,65 @@
+"""The plan of a small config, compiled for this machine's device in place of an absent one."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from configs import frozenlake
+from rlds_jax import plan, topology
+from rlds_jax.models import weights
+
+TARGET = topology.Topology("h100:1", topology.CHIPS["h100"], 1)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    config = frozenlake.get_config("tiny")
+    config.update(prompts_per_step=4)
+    config.compute.attention = "blockwise"
+    model = weights.load_config(config.model.path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "devices", lambda _: jax.devices()[:1])
+        result = plan.measure(config, model, TARGET, engine_share=0.4)
+    return config, result
+
+
+def test_what_a_device_holds_is_counted(planned):
+    _, result = planned
+    count = result["parameter_count"]
+    assert result["parameters"] == result["reference"] == 4 * count
+    assert result["optimizer"] == pytest.approx(8 * count, abs=64)
+    assert result["peak"] > result["parameters"] + result["optimizer"] + result["reference"]
+    assert result["available"] == int(0.6 * TARGET.chip.memory) - plan.MARGIN
+    assert result["fits"]
+
+
+def test_a_step_is_bounded_by_its_slowest_part(planned):
+    config, result = planned
+    tokens = config.batch.rows * config.batch.row_length
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    assert result["micro_batches_per_step"] == -(-4 * 6 * longest // tokens)
+    assert result["collectives_per_micro_batch"] == {}
+    seconds = result["seconds_per_step"]
+    assert seconds["bound"] == max(seconds["compute"], seconds["memory"], seconds["links"])
+    policy, reference = result["flops_per_micro_batch"].values()
+    assert policy == pytest.approx(3 * reference, rel=0.15)
+
+
+def test_the_table_names_what_was_found(planned):
+    text = plan.table(planned[1])
+    for part in ("peak per device", "micro-batches per step", "MFU", "compile time"):
+        assert part in text
+
+
+def test_advice_names_fields_and_what_they_free(planned):
+    config, result = planned
+    lines = "\n".join(plan.advice(result | {"fits": False}, config))
+    assert "compute.remat=full" in lines
+    assert "optimizer.moment_dtype=bfloat16 frees" in lines
+    assert "mesh.fsdp" in lines
+
+
+def test_less_memory_does_not_fit():
+    small = dataclasses.replace(TARGET, chip=dataclasses.replace(TARGET.chip, memory=2**31))
+    assert plan._available(small, 0.4) < 0
