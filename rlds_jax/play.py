@@ -122,5 +122,5 @@ def make_vllm(
         transport=make_transport(settings, model),
         logs=Path(tempfile.mkdtemp(prefix="rlds_jax_")) if workdir is None else workdir,
         version=version,
-        gate=ParityGate(model, settings.dtype, config.compute.dtype, config.compute.attention),
+        gate=ParityGate(model, settings.dtype, config.compute.dtype),
     )

@@ -12,13 +12,13 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlds_jax.models import attention, qwen3
+from rlds_jax.models import qwen3
 from rlds_jax.models.config import ModelConfig
 from rlds_jax.rollouts.engines.base import Engine
 
@@ -58,13 +58,12 @@ class ParityGate:
     Attributes:
       model: architecture.
       dtype: of the sampler; the coarser of both decides the threshold.
-      compute_dtype, attention: of the trainer, see `qwen3.hidden_states`.
+      compute_dtype: of the trainer's forward pass.
     """
 
     model: ModelConfig
     dtype: str
     compute_dtype: str
-    attention: attention.Implementation = "auto"
 
     def __call__(self, engine: Engine, params: qwen3.Params) -> dict[str, float]:
         """Metrics of a comparison that holds.
@@ -125,13 +124,12 @@ class ParityGate:
             jnp.array(tokens),
             model=self.model,
             dtype=self.compute_dtype,
-            implementation=self.attention,
         )
         return np.pad(np.asarray(rest), ((0, 0), (1, 0)))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "dtype", "implementation"))
-def _logprobs(params, tokens, *, model: ModelConfig, dtype: str, implementation: Any):
+@functools.partial(jax.jit, static_argnames=("model", "dtype"))
+def _logprobs(params, tokens, *, model: ModelConfig, dtype: str):
     """[B, T - 1] at TEMPERATURE."""
     rows, length = tokens.shape
     hidden = qwen3.hidden_states(
@@ -141,7 +139,6 @@ def _logprobs(params, tokens, *, model: ModelConfig, dtype: str, implementation:
         jnp.broadcast_to(jnp.arange(length), (rows, length)),
         jnp.ones((rows, length), jnp.int32),
         compute_dtype=jnp.dtype(dtype),
-        attention=implementation,
     )[:, :-1]
     targets = tokens[:, 1:]
     logprobs, _ = qwen3.row_logprobs(
