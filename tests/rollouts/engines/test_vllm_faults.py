@@ -267,8 +267,3 @@ def test_too_little_shared_memory_is_named(tmp_path, monkeypatch):
     with pytest.raises(OutOfSharedMemory, match=r"bytes left.*bucket_bytes"):
         SharedMemory(CONFIG, "float32", 2**20, replicas=1, folder=tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_settings_are_those_of_the_fake():
-    assert FAKE.exists()
-    assert settings().placement == "cpu"
