@@ -185,7 +185,7 @@ def test_a_cancelled_request_frees_its_place(engine, faults):
         await asyncio.gather(*tasks, return_exceptions=True)
         return await sample(engine, [1])
 
-    expect_counting([asyncio.run(cancelled())][:0])
+    assert len(asyncio.run(cancelled()).ids)
     engine.update_weights(PARAMS, 1)  # waits for what the sidecar still works on: nothing
 
 
