@@ -50,6 +50,8 @@ def _parse(argv: Sequence[str]) -> Any:
         try:
             return flags.FLAGS(argv)
         except flags.Error as error:
-            raise ValueError(f"{error}\nsee --help") from error
+            # A config that raises comes with its traceback as text; its last line is the error.
+            line = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
+            raise ValueError(f"{line}\nsee --help") from error
         except (AttributeError, KeyError) as error:
             raise ValueError(f"the config has no such field: {error.args[0]}") from error

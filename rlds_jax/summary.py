@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,24 @@ def _show(found: Mapping[str, Any]) -> str:
     return f"reward {found['mean']:.3f} {interval}, n = {found['n']}, step {found['step']}"
 
 
+def _python() -> str:
+    """This interpreter as a command that works from here, whatever environment is active."""
+    path = Path(sys.executable)
+    return shlex.quote(
+        str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    )
+
+
 def _commands(summary: Mapping[str, Any], where: str) -> list[str]:
-    commands = [f"tensorboard --logdir {where}/tensorboard"]
+    python = _python()
+    commands = [f"{python} -m tensorboard.main --logdir={where}/tensorboard"]
     if summary["steps"]:
         commands += [
-            f"python -m experiments.figures credit --workdir={where} --step={summary['steps']}",
-            f"python -m experiments.figures curves --workdir={where}",
+            f"{python} -m experiments.figures credit --workdir={where} --step={summary['steps']}",
+            f"{python} -m experiments.figures curves --workdir={where}",
         ]
     if summary["best_step"] is not None:
-        commands.append(f"python -m rlds_jax.export --workdir={where} --step=best --out={where}/hf")
+        commands.append(
+            f"{python} -m rlds_jax.export --workdir={where} --step=best --out={where}/hf"
+        )
     return commands

@@ -1,6 +1,7 @@
 """The summary of a run: by hand from its logs, and of a real one."""
 
 import json
+import sys
 
 import pytest
 from ml_collections import ConfigDict
@@ -78,10 +79,22 @@ def test_the_text_has_intervals_places_and_commands(tmp_path):
     assert "validation  after: reward 0.500 [0.400, 0.600], n = 50, step 3" in lines
     assert not any("validation   best" in line for line in lines)  # it is the last
     assert "seconds a step (phases overlap): step 3.00, gen 1.50, retry 0.50" in lines
-    assert f"  tensorboard --logdir '{workdir}'/tensorboard" in lines
-    assert f"  python -m experiments.figures credit --workdir='{workdir}' --step=3" in lines
-    export = f"  python -m rlds_jax.export --workdir='{workdir}' --step=best --out='{workdir}'/hf"
-    assert export in lines
+    commands = [line.partition(" -m ") for line in lines[lines.index("next:") + 1 :]]
+    assert {python.strip() for python, _, _ in commands} == {sys.executable}
+    assert [rest for _, _, rest in commands] == [
+        f"tensorboard.main --logdir='{workdir}'/tensorboard",
+        f"experiments.figures credit --workdir='{workdir}' --step=3",
+        f"experiments.figures curves --workdir='{workdir}'",
+        f"rlds_jax.export --workdir='{workdir}' --step=best --out='{workdir}'/hf",
+    ]
+
+
+def test_commands_name_an_interpreter_below_the_directory_shortly(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    workdir = logged(tmp_path / "run", {0: 0.25})
+    text = summary.text(summary.write(workdir), workdir)
+    assert "  .venv/bin/python -m tensorboard.main --logdir=" in text
 
 
 def test_the_text_names_the_best_where_it_is_another(tmp_path):

@@ -109,7 +109,7 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["val_after"]["mean"] == validations[1]["mean"]
     assert "validation  after: reward" in done.stdout
-    assert f"tensorboard --logdir {tmp_path}/tensorboard" in done.stdout
+    assert f"-m tensorboard.main --logdir={tmp_path}/tensorboard" in done.stdout
 
     config = frozenlake.get_config(f"tiny,{condition}")
     records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
