@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 from small_engine import CONFIG, PARAMS
 from vllm_doubles import (
-    FAKE,
     HERE,
     Faults,
     expect_counting,
     make_engine,
     sample,
     sample_many,
-    settings,
 )
 
 from rlds_jax.rollouts.engines.base import PromptTooLong
