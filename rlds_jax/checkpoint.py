@@ -82,7 +82,8 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int):
         self._directory = directory
         self._kept = _LatestAndBest(keep)
-        logging.getLogger("absl").addFilter(_not_of_orbax)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_not_of_orbax)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for unfinished in _unfinished(directory):
@@ -269,8 +270,9 @@ class _LatestAndBest:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Its threads log, each with a traceback, what `check` and `wait` raise as one error."""
-    return "orbax" not in Path(record.pathname).parts
+    """Its threads and tasks log, each with a traceback, what `check` and `wait` raise as one error."""
+    of_task = record.name == "asyncio" and "/orbax/" in record.getMessage()
+    return not of_task and "orbax" not in Path(record.pathname).parts
 
 
 def _is_digest(digest: Any) -> bool:
