@@ -32,7 +32,7 @@ from rlds_jax.models.config import ModelConfig
 TOPOLOGY = flags.DEFINE_string("topology", "h100:8", "Chip and number, or slice: v5e:4x4.")
 FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "How to print the result.")
 ENGINE = flags.DEFINE_float(
-    "engine_share", 0.4, "Part of each device's memory left to the engine.", 0.0, 1.0
+    "engine_share", 0.4, "Part of each device's memory left to the local engine.", 0.0, 1.0
 )
 MARGIN = 2 * 2**30  # bytes of a device that the runtime, collectives and fragmentation take
 

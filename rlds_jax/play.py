@@ -68,6 +68,35 @@ def make_context(
     return RolloutContext(task, engine, chat, prompts, rollout, config.seed)
 
 
+def vllm_settings(config: ConfigDict) -> VllmConfig | None:
+    """What `config.engine` says of vLLM; None if it names the local engine.
+
+    Raises:
+      ValueError: a field of it does not hold.
+    """
+    if config.engine.kind == "local":
+        return None
+    if config.engine.kind == "vllm":
+        return VllmConfig(**_options(config))
+    raise ValueError(f"engine.kind is {config.engine.kind!r}; use local or vllm")
+
+
+def reserve_devices(config: ConfigDict) -> None:
+    """Keeps JAX off what is the engine's; before JAX has touched a device.
+
+    On GPUs that a sleeping engine shares JAX must give back what it does not use, so it allocates
+    without a pool of its own.
+
+    Raises:
+      ValueError: a field of the engine does not hold.
+    """
+    settings = vllm_settings(config)
+    if settings is not None and settings.placement != "cpu":
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, settings.trainer_gpus)))
+        if settings.sleeps:
+            os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+
+
 def make_engine(
     config: ConfigDict,
     source: Path,
@@ -77,40 +106,9 @@ def make_engine(
     workdir: Path | None,
 ) -> Engine:
     """The engine that `config.engine.kind` names; arguments as of `make_context`."""
-    options = {name: value for name, value in config.engine.items() if name != "kind"}
-    if config.engine.kind == "local":
-        return LocalEngine(params, model, tokenizer=source, version=version, **options)
-    if config.engine.kind == "vllm":
-        return make_vllm(config, VllmConfig(**options), source, model, params, version, workdir)
-    raise ValueError(f"engine.kind is {config.engine.kind!r}; use local or vllm")
-
-
-def reserve_devices(config: ConfigDict) -> None:
-    """Keeps JAX off what is the engine's, by `config.engine`; before JAX has touched a device.
-
-    Raises:
-      ValueError: a field of the engine does not hold.
-    """
-    if config.engine.kind != "vllm":
-        return
-    options = {name: value for name, value in config.engine.items() if name != "kind"}
-    settings = VllmConfig(**options)
-    if settings.placement != "cpu":
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, settings.trainer_gpus)))
-    if settings.placement == "shared":
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(settings.trainer_memory_fraction)
-
-
-def make_vllm(
-    config: ConfigDict,
-    settings: VllmConfig,
-    source: Path,
-    model: ModelConfig,
-    params: Any,
-    version: int,
-    workdir: Path | None,
-) -> Engine:
-    """Sidecars, the transport to them and the parity gate."""
+    settings = vllm_settings(config)
+    if settings is None:
+        return LocalEngine(params, model, tokenizer=source, version=version, **_options(config))
     from rlds_jax.rollouts.engines.parity import ParityGate
     from rlds_jax.rollouts.engines.vllm import VllmEngine
     from rlds_jax.rollouts.engines.vllm_transport import make_transport
@@ -124,3 +122,8 @@ def make_vllm(
         version=version,
         gate=ParityGate(model, settings.dtype, config.compute.dtype),
     )
+
+
+def _options(config: ConfigDict) -> dict[str, Any]:
+    """The fields of the engine that `config.engine.kind` names."""
+    return {name: value for name, value in config.engine.items() if name != "kind"}

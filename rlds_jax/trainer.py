@@ -239,6 +239,7 @@ class Trainer:
         self._record(step, groups, estimate)
         batches, pair_metrics = make_batches(trained, estimate, self.settings, self.layout)
         metrics |= estimate.metrics | pair_metrics | share_metrics(self.task, rows, estimate.share)
+        self.engine.sleep()
         metrics |= self.optimise(step, batches)
         metrics |= self.sync(step)
         metrics |= self.engine.metrics()

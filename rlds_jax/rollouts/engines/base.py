@@ -66,6 +66,10 @@ class Engine(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """No request comes before the next `update_weights`: memory may be given up until then."""
+        ...
+
     def update_weights(self, params: Any, version: int) -> None:
         """Takes new weights, once no request is in flight, and forgets every cached prefix."""
         ...

@@ -11,27 +11,31 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import json
+import contextlib
 import operator
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import numpy as np
 
 from rlds_jax.rollouts.engines.base import GROUP, Completion, PromptTooLong
 from rlds_jax.rollouts.engines.vllm_config import VllmConfig
-from rlds_jax.rollouts.engines.vllm_process import SCRIPT, Launch, Sidecar, SidecarFailed
+from rlds_jax.rollouts.engines.vllm_process import SidecarFailed
+from rlds_jax.rollouts.engines.vllm_replicas import (
+    Replicas,
+    RequestRefused,
+    Router,
+    SidecarGone,
+)
 from rlds_jax.rollouts.engines.vllm_transport import Transport
 
 T = TypeVar("T")
 
 MAX_SENDS = 3  # of one request
-HEALTH_S = 10.0
 COUNTED = (
     "requests",
     "prompt_tokens",
@@ -53,42 +57,8 @@ class RequestTimedOut(TimeoutError):
     """A sidecar that is otherwise well did not finish a request within its deadline."""
 
 
-class RequestRefused(RuntimeError):
-    """The sidecar says that a request is wrong; sending it again would not help."""
-
-
-class _Gone(SidecarFailed):
-    """The sidecar broke the connection, or failed while it worked on a request."""
-
-
-class Router:
-    """Which replica serves a request: one for all of a group, so that its prefixes are reused."""
-
-    def __init__(self, replicas: int):
-        self._in_flight = [0] * replicas
-        self._home: dict[str, int] = {}
-
-    def start(self, group: str | None) -> int:
-        """The replica for the next request of a group; of none: the least loaded."""
-        if group is None:
-            replica = self._in_flight.index(min(self._in_flight))
-        else:
-            homes = Counter(self._home.values())
-            order = sorted(range(len(self._in_flight)), key=lambda replica: homes[replica])
-            replica = self._home.setdefault(group, order[0])
-        self._in_flight[replica] += 1
-        return replica
-
-    def end(self, replica: int) -> None:
-        self._in_flight[replica] -= 1
-
-    def forget(self) -> None:
-        """New weights: no prefix is left to come back to."""
-        self._home.clear()
-
-
 class VllmEngine:
-    """Replicas of vLLM in sidecar processes that share nothing but the weights they are sent.
+    """vLLM in sidecar processes.
 
     Args:
       params: the model's parameter tree, sent before the constructor returns.
@@ -99,7 +69,6 @@ class VllmEngine:
       version: of `params`.
       gate: called with the engine and the parameters after the first weights and after the first
         update; it raises if the two do not agree, and returns metrics.
-      script: what the sidecar's interpreter runs.
 
     Raises:
       SidecarFailed: a sidecar does not come up; the message says why and ends with its log.
@@ -115,25 +84,19 @@ class VllmEngine:
         logs: Path,
         version: int = 0,
         gate: Gate | None = None,
-        script: Path = SCRIPT,
     ):
         self._config = config
         self._transport = transport
         self._gate, self._gates_left = gate, 2
-        self._launches = [
-            Launch(config, i, model.resolve(), logs / f"sidecar_{i}.log", script)
-            for i in range(config.replicas)
-        ]
+        self._replicas = Replicas(config, model, transport, logs)
         self._params, self._version = params, version
-        self._sidecars: list[Sidecar | None] = [None] * config.replicas
         self._router = Router(config.replicas)
-        self._slots = [asyncio.Semaphore(config.max_requests) for _ in self._launches]
+        self._slots = [asyncio.Semaphore(config.max_requests) for _ in range(config.replicas)]
         self._serving = asyncio.Event()  # else an update or a repair is on its way
         self._repairing = asyncio.Lock()
         self._epoch = 0  # of repairs
         self._restarts = 0
         self._broken: EngineStopped | None = None
-        self._session: aiohttp.ClientSession | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._parity: dict[str, float] = {}
@@ -193,6 +156,14 @@ class VllmEngine:
         }
         return await asyncio.wrap_future(self._submit(self._generate(body, GROUP.get())))
 
+    def sleep(self) -> None:
+        """Gives up GPU memory that is shared with the trainer, until the next update.
+
+        A sidecar that fails at it is found out, and restarted, by that update.
+        """
+        if self._config.sleeps:
+            self._call(self._sleep())
+
     def update_weights(self, params: Any, version: int) -> None:
         """Sends new weights; requests in flight finish under the old ones, later ones wait.
 
@@ -231,11 +202,8 @@ class VllmEngine:
     # Everything below runs on the engine's own loop.
 
     async def _open(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)  # the semaphores bound it
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
-        await self._start(range(len(self._launches)))
-        await self._sync()
+        await self._replicas.start(range(len(self._replicas)))
+        self._gb_per_s = await self._replicas.sync(self._params, self._version)
         self._serving.set()
 
     async def _generate(self, body: dict[str, Any], group: str | None) -> Completion:
@@ -250,7 +218,7 @@ class VllmEngine:
                         epoch = self._epoch
                         self._counts["resent"] += attempt > 0
                         return await self._request(replica, body)
-                except _Gone as error:
+                except SidecarGone as error:
                     cause = error
                     await asyncio.shield(asyncio.ensure_future(self._repair(epoch)))
             raise EngineStopped(f"a request failed {MAX_SENDS} times: {cause}") from cause
@@ -260,10 +228,12 @@ class VllmEngine:
 
     async def _request(self, replica: int, body: dict[str, Any]) -> Completion:
         try:
-            answer = await self._post(replica, "/generate", body, self._config.request_timeout_s)
+            answer = await self._replicas.post(
+                replica, "/generate", body, self._config.request_timeout_s
+            )
         except TimeoutError as error:
-            if replica in await self._down():
-                raise _Gone("it answers no more") from error
+            if replica in await self._replicas.down():
+                raise SidecarGone("it answers no more") from error
             self._counts["timed_out"] += 1
             raise RequestTimedOut(
                 f"sidecar {replica} did not finish a request of {len(body['prompt_ids'])} + "
@@ -285,40 +255,14 @@ class VllmEngine:
             constrained=body["json_schema"] is not None,
         )
 
-    async def _post(
-        self, replica: int, path: str, body: dict[str, Any], timeout_s: float
-    ) -> dict[str, Any]:
-        """The sidecar's answer.
-
-        Raises:
-          TimeoutError: it took too long.
-          RequestRefused: it says that the request is wrong.
-          _Gone: anything else.
-        """
-        sidecar = self._sidecars[replica]
-        if sidecar is None:
-            raise _Gone(f"sidecar {replica} is not running")
-        assert self._session is not None
-        try:
-            async with self._session.post(
-                sidecar.url + path,
-                json=body,
-                headers=sidecar.headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-            ) as response:
-                text = await response.text()
-        except aiohttp.ClientError as error:
-            raise _Gone(f"sidecar {replica} broke the connection: {error!r}") from error
-        if response.status == 400:
-            raise RequestRefused(f"sidecar {replica} refuses {path}: {text}")
-        if response.status != 200:
-            raise sidecar.failed(f"answered {path} with {response.status} ({text})", _Gone)
-        return json.loads(text)
-
     async def _wait_until_serving(self) -> None:
         await self._serving.wait()
         if self._broken is not None:
             raise EngineStopped(str(self._broken)) from self._broken
+
+    async def _sleep(self) -> None:
+        with contextlib.suppress(SidecarGone, TimeoutError, RequestRefused):
+            await self._replicas.post_all("/sleep", {})
 
     async def _update(self, params: Any, version: int) -> None:
         async with self._repairing:
@@ -338,9 +282,9 @@ class VllmEngine:
                 return
             self._serving.clear()
             try:
-                down = await self._down()
+                down = await self._replicas.down()
                 if down:
-                    await self._restart(down, self._failure(down[0]))
+                    await self._restart(down, self._replicas.failure(down[0]))
                     await self._sync_or_restart()
                 self._epoch += 1
             except EngineStopped as error:
@@ -352,13 +296,13 @@ class VllmEngine:
         """Sends the weights; a sidecar that fails at it is restarted, as often as is allowed."""
         while True:
             try:
-                await self._sync()
+                self._gb_per_s = await self._replicas.sync(self._params, self._version)
                 return
-            except (_Gone, TimeoutError, RequestRefused) as error:
+            except (SidecarGone, TimeoutError, RequestRefused) as error:
                 cause = error
-            self._stop_all()  # none can be trusted half-way through an update
+            self._replicas.stop()  # none can be trusted half-way through an update
             try:
-                await self._restart(range(len(self._sidecars)), cause)
+                await self._restart(range(len(self._replicas)), cause)
             except EngineStopped as error:
                 self._broken = error
                 raise
@@ -378,60 +322,11 @@ class VllmEngine:
                     f"sidecars; the last failure: {cause}"
                 ) from cause
             try:
-                await self._start(replicas)
+                await self._replicas.start(replicas)
                 return
             except SidecarFailed as error:
                 cause = error
         raise self._broken
-
-    def _failure(self, replica: int) -> SidecarFailed:
-        sidecar = self._sidecars[replica]
-        assert sidecar is not None
-        return sidecar.failed("is gone" if not sidecar.running else "answers no more")
-
-    async def _down(self) -> list[int]:
-        """Replicas whose process has ended or that do not answer."""
-
-        async def down(sidecar: Sidecar | None) -> bool:
-            if sidecar is None or not sidecar.running or self._session is None:
-                return True
-            return not await sidecar.answers(self._session, HEALTH_S)
-
-        states = await asyncio.gather(*map(down, self._sidecars))
-        return [replica for replica, is_down in enumerate(states) if is_down]
-
-    async def _start(self, replicas: Sequence[int]) -> None:
-        for replica in replicas:
-            old = self._sidecars[replica]
-            if old is not None:
-                old.stop()
-            self._sidecars[replica] = Sidecar(self._launches[replica])
-        assert self._session is not None
-        fresh = [self._sidecars[replica] for replica in replicas]
-        await asyncio.gather(*(s.wait_until_ready(self._session) for s in fresh if s is not None))
-        await asyncio.to_thread(self._transport.connect, self._poster("/weights/init"))
-
-    async def _sync(self) -> None:
-        started = time.perf_counter()
-        await self._post_all("/weights/start", {"version": self._version})
-        send = self._transport.send
-        await asyncio.to_thread(send, self._params, self._version, self._poster("/weights/update"))
-        await self._post_all("/weights/finish", {"version": self._version})
-        seconds = time.perf_counter() - started
-        self._gb_per_s = self._transport.total_bytes / seconds / 1e9
-
-    async def _post_all(self, path: str, body: dict[str, Any]) -> None:
-        await self._post_each(path, [body] * len(self._sidecars))
-
-    async def _post_each(self, path: str, bodies: Sequence[dict[str, Any]]) -> None:
-        timeout_s = self._config.update_timeout_s
-        await asyncio.gather(
-            *(self._post(replica, path, body, timeout_s) for replica, body in enumerate(bodies))
-        )
-
-    def _poster(self, path: str) -> Callable[[Sequence[dict[str, Any]]], None]:
-        """For the transport's thread: posts to every replica, and waits."""
-        return lambda bodies: self._submit(self._post_each(path, bodies)).result()
 
     def _enter(self) -> None:
         task = asyncio.current_task()
@@ -457,15 +352,9 @@ class VllmEngine:
 
     async def _close(self) -> None:
         self._broken = EngineStopped("the engine is closed")
-        self._stop_all()
+        self._replicas.stop()
         await asyncio.gather(*self._running, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-
-    def _stop_all(self) -> None:
-        for sidecar in self._sidecars:
-            if sidecar is not None:
-                sidecar.stop()
+        await self._replicas.close()
 
     # Called on other threads.
 

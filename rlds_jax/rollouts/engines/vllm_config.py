@@ -9,7 +9,7 @@ VLLM_VERSION = "0.32.0"
 
 Placement = Literal["cpu", "disjoint", "shared"]
 
-# Of one GPU's memory; what is left is for CUDA contexts and workspaces of both processes.
+# Of one GPU's memory; what is left is for CUDA contexts and workspaces, of a sleeper too.
 SHAREABLE = 0.95
 
 
@@ -26,11 +26,10 @@ class VllmConfig:
       replicas: independent engines. A group's requests stay on one, so that prefixes are reused.
       tensor_parallel: GPUs of one replica.
       placement: "cpu"; "disjoint": `gpus` are the engine's alone; "shared": they are the trainer's
-        too.
+        too, and the engine sleeps while the optimizer works.
       host_gpus: GPUs of this host.
       gpus: indices of the engine's GPUs, replicas * tensor_parallel of them; empty on a CPU.
-      memory_fraction: of each GPU that is the engine's.
-      trainer_memory_fraction: of each shared GPU that is the trainer's.
+      memory_fraction: of each of `gpus` that is the engine's while it is awake.
       bucket_bytes: memory that weights pass through; at least the largest tensor is taken.
       start_timeout_s: for a sidecar to come up, its first weights not included.
       request_timeout_s: for one completion, from when it is sent.
@@ -52,7 +51,6 @@ class VllmConfig:
     host_gpus: int = 8
     gpus: tuple[int, ...] = (7,)
     memory_fraction: float = 0.9
-    trainer_memory_fraction: float = 0.5
     bucket_bytes: int = 2**29
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
@@ -105,19 +103,22 @@ class VllmConfig:
             )
 
     def _check_memory(self) -> None:
-        for name in ("memory_fraction", "trainer_memory_fraction"):
-            if not 0 < getattr(self, name) <= SHAREABLE:
-                raise ValueError(
-                    f"engine.{name} is {getattr(self, name)}; it must be in (0, {SHAREABLE}]"
-                )
-        total = self.memory_fraction + self.trainer_memory_fraction
-        if self.placement == "shared" and total > SHAREABLE:
+        if not 0 < self.memory_fraction <= SHAREABLE:
             raise ValueError(
-                f"engine.memory_fraction and engine.trainer_memory_fraction add up to {total:.2f}; "
-                f"on a shared GPU they may take {SHAREABLE}"
+                f"engine.memory_fraction is {self.memory_fraction}; it must be in (0, {SHAREABLE}]"
             )
         if self.placement == "cpu" and self.cache_bytes is None:
             raise ValueError("engine.cache_bytes must be set with placement cpu")
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine gives up its memory while the optimizer works."""
+        return self.placement == "shared"
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Parts of the memory of a GPU of the trainer that the engine has awake, and asleep."""
+        return (self.memory_fraction, 1 - SHAREABLE) if self.sleeps else (0.0, 0.0)
 
     @property
     def trainer_gpus(self) -> tuple[int, ...]:

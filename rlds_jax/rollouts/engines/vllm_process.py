@@ -63,14 +63,12 @@ class Launch:
       replica: its number.
       model: directory with config.json and tokenizer; no weights are read from it.
       log: file its output is appended to.
-      script: what the interpreter runs.
     """
 
     config: VllmConfig
     replica: int
     model: Path
     log: Path
-    script: Path = SCRIPT
 
     def engine_options(self) -> dict[str, Any]:
         """Arguments of vLLM's engine."""
@@ -93,7 +91,10 @@ class Launch:
                 "max_num_batched_tokens": max(2048, config.max_context),
             }
             return options | whole | {"enforce_eager": True}
-        return options | {"gpu_memory_utilization": config.memory_fraction}
+        return options | {
+            "gpu_memory_utilization": config.memory_fraction,
+            "enable_sleep_mode": config.sleeps,
+        }
 
     def environment(self) -> dict[str, str]:
         """The trainer's environment, less what would lead the other interpreter astray."""
@@ -145,7 +146,7 @@ class Sidecar:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             try:
                 self._process = subprocess.Popen(
-                    [launch.config.python, str(launch.script)],
+                    [launch.config.python, str(SCRIPT)],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

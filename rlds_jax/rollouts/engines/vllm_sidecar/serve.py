@@ -8,6 +8,7 @@ group as soon as its trainer is gone. Token ids in, token ids and log-probabilit
   GET  /health                                            {"vllm", "version"}
   POST /generate        {"prompt_ids", "max_tokens", ...} {"ids", "logprobs", ...}
   POST /weights/init    backend's init info
+  POST /sleep           waits for requests in flight, gives up GPU memory until the next update
   POST /weights/start   {"version"}           waits for requests in flight; later ones wait
   POST /weights/update  backend's update info
   POST /weights/finish  {"version"}           requests go on under the new weights
@@ -76,6 +77,7 @@ class Sidecar:
         self._engine = engine
         self._token = token
         self._weights = Weights()
+        self._asleep = False
 
     def app(self) -> web.Application:
         @web.middleware
@@ -87,6 +89,7 @@ class Sidecar:
         app = web.Application(middlewares=[guard], client_max_size=2**30)
         app.router.add_get("/health", self.health)
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/sleep", self.sleep)
         app.router.add_post("/weights/init", self.init_transfer)
         app.router.add_post("/weights/start", self.start_update)
         app.router.add_post("/weights/update", self.update)
@@ -142,8 +145,17 @@ class Sidecar:
         )
         return web.json_response({})
 
+    async def sleep(self, _: web.Request) -> web.Response:
+        await self._weights.begin_update()
+        await self._engine.sleep(level=2)  # keeps no weights: an update brings them
+        self._asleep = True
+        return web.json_response({})
+
     async def start_update(self, _: web.Request) -> web.Response:
         await self._weights.begin_update()
+        if self._asleep:
+            await self._engine.wake_up()
+            self._asleep = False
         await self._engine.pause_generation(mode="wait", clear_cache=False)
         await self._engine.start_weight_update()
         return web.json_response({})
