@@ -59,6 +59,7 @@ def _tiny(config: ConfigDict) -> None:
     if config.engine.kind == "vllm":
         config.engine.update(
             placement="cpu",
+            replicas=1,
             gpus=(),
             dtype="float32",
             max_context=1280,

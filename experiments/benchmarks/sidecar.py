@@ -52,6 +52,7 @@ def sync() -> dict[str, float]:
     """GB/s of whole updates; GB = 1e9 bytes."""
     settings = VllmConfig(
         placement="cpu",
+        replicas=1,
         gpus=(),
         max_context=256,
         max_requests=8,

@@ -45,11 +45,11 @@ class VllmConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_requests: int = 256
     cache_bytes: int | None = None
-    replicas: int = 1
+    replicas: int = 4
     tensor_parallel: int = 1
     placement: Placement = "disjoint"
     host_gpus: int = 8
-    gpus: tuple[int, ...] = (7,)
+    gpus: tuple[int, ...] = (4, 5, 6, 7)
     memory_fraction: float = 0.9
     bucket_bytes: int = 2**29
     start_timeout_s: float = 600.0

@@ -86,11 +86,13 @@ class Launch:
             options["kv_cache_memory_bytes"] = config.cache_bytes
         if config.placement == "cpu":
             # A seeded request whose prefill is split kills vLLM 0.32 on a CPU: never split one.
-            whole = {
+            # By its full name the executor is not replaced by one that starts a process more.
+            return options | {
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(2048, config.max_context),
+                "enforce_eager": True,
+                "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
             }
-            return options | whole | {"enforce_eager": True}
         return options | {
             "gpu_memory_utilization": config.memory_fraction,
             "enable_sleep_mode": config.sleeps,

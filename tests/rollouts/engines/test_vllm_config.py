@@ -3,7 +3,7 @@
 import pytest
 from vllm_doubles import settings
 
-from rlds_jax.rollouts.engines.vllm import Router
+from rlds_jax.rollouts.engines.vllm_replicas import Router
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,7 @@ from rlds_jax.rollouts.engines.vllm import Router
         ({"placement": "disjoint", "gpus": (6, 6), "replicas": 2}, "twice"),
         ({"placement": "disjoint", "gpus": (8,)}, "engine.host_gpus"),
         ({"placement": "disjoint", "gpus": tuple(range(8)), "replicas": 8}, "leaves none"),
-        ({"placement": "shared", "gpus": (0,), "memory_fraction": 0.6}, "add up to 1.10"),
-        ({"placement": "shared", "gpus": (0,), "trainer_memory_fraction": 1.5}, "must be in"),
+        ({"placement": "shared", "gpus": (0,), "memory_fraction": 0.99}, "memory_fraction"),
     ],
 )
 def test_a_field_that_does_not_hold_is_named(changes, message):
@@ -35,6 +34,7 @@ def test_devices_are_split_between_trainer_and_replicas():
     shared = settings(placement="shared", memory_fraction=0.4, **both)
     assert shared.trainer_gpus == tuple(range(8))
     assert settings().trainer_gpus == ()
+    assert (shared.shares, disjoint.shares) == ((0.4, pytest.approx(0.05)), (0, 0))
 
 
 def test_a_group_stays_on_its_replica_and_groups_are_spread():

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from small_engine import CONFIG, PARAMS
 from vllm_doubles import (
+    FAKE,
     HERE,
     Faults,
     expect_counting,
     make_engine,
+    run_instead,
     sample,
     sample_many,
 )
@@ -32,6 +34,7 @@ def faults(tmp_path, monkeypatch):
     folder = tmp_path / "faults"
     folder.mkdir()
     monkeypatch.setenv("RLDS_TEST_FAULTS", str(folder))
+    run_instead(FAKE, monkeypatch)
     return Faults(folder)
 
 
@@ -43,7 +46,7 @@ def engine(faults, tmp_path):
 
 
 def sidecars(engine):
-    return [sidecar.pid for sidecar in engine._sidecars]
+    return engine._replicas.pids
 
 
 def alive(pid):
@@ -78,7 +81,7 @@ def test_completions_carry_ids_logprobs_and_version(engine):
 
 
 def test_the_sidecar_asks_for_its_token(engine):
-    sidecar = engine._sidecars[0]
+    (sidecar,) = engine._replicas._sidecars
     host, port = sidecar.url.removeprefix("http://").split(":")
     assert host == "127.0.0.1"
     with socket.create_connection((host, int(port))) as connection:
@@ -91,7 +94,8 @@ def test_the_sidecar_asks_for_its_token(engine):
 
 
 def test_its_port_is_taken_before_it_starts(engine):
-    port = int(engine._sidecars[0].url.rsplit(":", 1)[1])
+    (sidecar,) = engine._replicas._sidecars
+    port = int(sidecar.url.rsplit(":", 1)[1])
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
 
@@ -139,7 +143,7 @@ def test_a_hung_request_is_given_up_and_the_others_are_not(faults, tmp_path):
 
 
 def test_a_sidecar_that_answers_no_more_is_restarted(faults, tmp_path, monkeypatch):
-    monkeypatch.setattr("rlds_jax.rollouts.engines.vllm.HEALTH_S", 0.5)
+    monkeypatch.setattr("rlds_jax.rollouts.engines.vllm_replicas.HEALTH_S", 0.5)
     engine = make_engine(tmp_path, request_timeout_s=2.0)
     faults.set(hang=1, unwell=2)
     (completion,) = sample_many(engine, 1)
@@ -209,9 +213,11 @@ def test_it_notices_that_its_trainer_is_gone(faults, tmp_path, end):
 import sys, time
 sys.path.insert(0, {str(HERE)!r})
 from pathlib import Path
-from vllm_doubles import make_engine
+import pytest
+from vllm_doubles import FAKE, make_engine, run_instead
+run_instead(FAKE, pytest.MonkeyPatch())
 engine = make_engine(Path({str(tmp_path)!r}))
-print(engine._sidecars[0].pid, flush=True)
+print(*engine._replicas.pids, flush=True)
 time.sleep(600)
 """
     root = str(HERE.parents[2])

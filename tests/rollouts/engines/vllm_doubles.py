@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from small_engine import CONFIG, PARAMS
 
+from rlds_jax.rollouts.engines import vllm_process
 from rlds_jax.rollouts.engines.vllm import VllmEngine
 from rlds_jax.rollouts.engines.vllm_config import VllmConfig
 from rlds_jax.rollouts.engines.vllm_transport import make_transport
@@ -35,6 +36,7 @@ class Faults:
 def settings(**changes):
     options = {
         "placement": "cpu",
+        "replicas": 1,
         "gpus": (),
         "dtype": "float32",
         "max_context": 512,
@@ -45,10 +47,13 @@ def settings(**changes):
     return VllmConfig(**options | changes)
 
 
-def make_engine(
-    logs, *, params=PARAMS, model=HERE, config=CONFIG, script=FAKE, gate=None, **changes
-):
-    """An engine over the scripted sidecar, unless `script` and `python` say otherwise."""
+def run_instead(script, patch):
+    """Sidecars started from now on run `script`."""
+    patch.setattr(vllm_process, "SCRIPT", script)
+
+
+def make_engine(logs, *, params=PARAMS, model=HERE, config=CONFIG, **changes):
+    """An engine over the scripted sidecar, unless `python` says otherwise."""
     options = settings(**{"python": sys.executable, "start_timeout_s": 60.0} | changes)
     return VllmEngine(
         params,
@@ -56,8 +61,6 @@ def make_engine(
         model=model,
         transport=make_transport(options, config),
         logs=logs,
-        gate=gate,
-        script=script,
     )
 
 
