@@ -34,13 +34,34 @@ def happens(fault):
 
 
 class ScriptedEngine:
-    """What the server asks of vLLM besides completions."""
+    """What the server asks of vLLM besides completions and the weights themselves."""
 
     errored = False
 
     async def check_health(self):
         if happens("unwell"):
             await asyncio.sleep(3600)
+
+    async def sleep(self, level):
+        (FAULTS / "asleep").touch()
+
+    async def wake_up(self):
+        (FAULTS / "asleep").unlink()
+
+    async def pause_generation(self, mode, clear_cache):
+        assert not (FAULTS / "asleep").exists()
+
+    async def resume_generation(self):
+        pass
+
+    async def start_weight_update(self):
+        pass
+
+    async def finish_weight_update(self, version):
+        pass
+
+    async def reset_prefix_cache(self):
+        return True
 
 
 class FakeSidecar(serve.Sidecar):
@@ -65,10 +86,6 @@ class FakeSidecar(serve.Sidecar):
         self.path = (await request.json())["path"]
         return serve.web.json_response({})
 
-    async def start_update(self, _):
-        await self._weights.begin_update()
-        return serve.web.json_response({})
-
     async def update(self, request):
         info = await request.json()
         if happens("fail_update"):
@@ -76,10 +93,6 @@ class FakeSidecar(serve.Sidecar):
         with open(self.path, "rb") as bucket:
             stamp = list(memoryview(bucket.read(16)).cast("q"))
         assert stamp == [info["version"], info["sequence"]]
-        return serve.web.json_response({})
-
-    async def finish_update(self, request):
-        await self._weights.end_update((await request.json())["version"])
         return serve.web.json_response({})
 
 

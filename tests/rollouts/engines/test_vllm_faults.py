@@ -57,7 +57,7 @@ def alive(pid):
         return False
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -129,22 +129,32 @@ def test_a_failed_update_restarts_and_is_repeated(engine, faults):
     assert engine.metrics()["engine/restarts"] == 1
 
 
-def test_a_hung_request_is_given_up_and_the_others_are_not(faults, tmp_path):
+def test_a_hung_request_is_given_up_and_holds_nothing_up(faults, tmp_path):
     engine = make_engine(tmp_path, request_timeout_s=1.5)
     faults.set(hang=1)
-    outcomes = sample_many(engine, 8)
-    hung = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    assert len(hung) == 1
     with pytest.raises(RequestTimedOut, match="request_timeout_s"):
-        raise hung[0]
+        asyncio.run(sample(engine, [1]))
+    engine.update_weights(PARAMS, 1)  # waits for what the sidecar still works on: nothing
     metrics = engine.metrics()
     assert (metrics["engine/timed_out"], metrics["engine/restarts"]) == (1, 0)
     engine.close()
 
 
+def test_on_a_shared_gpu_it_sleeps_until_the_update(faults, tmp_path):
+    engine = make_engine(tmp_path, placement="shared", gpus=(0,), memory_fraction=0.5)
+    engine.sleep()
+    assert faults.seen("asleep")
+    engine.update_weights(PARAMS, 2)
+    assert not faults.seen("asleep")
+    (completion,) = sample_many(engine, 1)
+    assert completion.weight_version == 2
+    assert engine.metrics()["engine/restarts"] == 0
+    engine.close()
+
+
 def test_a_sidecar_that_answers_no_more_is_restarted(faults, tmp_path, monkeypatch):
     monkeypatch.setattr("rlds_jax.rollouts.engines.vllm_replicas.HEALTH_S", 0.5)
-    engine = make_engine(tmp_path, request_timeout_s=2.0)
+    engine = make_engine(tmp_path, request_timeout_s=4.0)
     faults.set(hang=1, unwell=2)
     (completion,) = sample_many(engine, 1)
     expect_counting([completion])
@@ -211,21 +221,24 @@ def test_closing_ends_the_process_and_whoever_waits(engine, faults):
 def test_it_notices_that_its_trainer_is_gone(faults, tmp_path, end):
     code = f"""
 import sys, time
-sys.path.insert(0, {str(HERE)!r})
 from pathlib import Path
-import pytest
-from vllm_doubles import FAKE, make_engine, run_instead
-run_instead(FAKE, pytest.MonkeyPatch())
-engine = make_engine(Path({str(tmp_path)!r}))
-print(*engine._replicas.pids, flush=True)
+from rlds_jax.rollouts.engines import vllm_process
+from rlds_jax.rollouts.engines.vllm_config import VllmConfig
+vllm_process.SCRIPT = {str(FAKE)!r}
+config = VllmConfig(
+    python=sys.executable, placement="cpu", gpus=(), replicas=1, cache_bytes=1
+)
+sidecar = vllm_process.Sidecar(
+    vllm_process.Launch(config, 0, Path("model"), Path({str(tmp_path / "log")!r}))
+)
+print(sidecar.pid, flush=True)
 time.sleep(600)
 """
-    root = str(HERE.parents[2])
     trainer = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": root},
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[2])},
     )
     assert trainer.stdout is not None
     pid = int(trainer.stdout.readline())

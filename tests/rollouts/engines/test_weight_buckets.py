@@ -27,7 +27,7 @@ def test_every_tensor_arrives_once(config, bucket_bytes, dtype):
             assert name not in found
             size = int(np.prod(shape)) * jnp.dtype(of).itemsize
             found[name] = buffer[offset : offset + size].view(jnp.dtype(of)).reshape(shape).copy()
-    expected = to_hf_tensors(params, config, jnp.dtype(dtype))
+    expected = dict(to_hf_tensors(params, config, jnp.dtype(dtype)))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_array_equal(found[name], tensor)

@@ -28,9 +28,9 @@ class Faults:
         for fault, count in times.items():
             (self._folder / fault).write_text(str(count))
 
-    def clear(self) -> None:
-        for path in self._folder.iterdir():
-            path.unlink()
+    def seen(self, name: str) -> bool:
+        """Whether the sidecar has left a note of that name."""
+        return (self._folder / name).exists()
 
 
 def settings(**changes):
