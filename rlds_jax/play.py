@@ -109,9 +109,14 @@ def make_engine(
     settings = vllm_settings(config)
     if settings is None:
         return LocalEngine(params, model, tokenizer=source, version=version, **_options(config))
-    from rlds_jax.rollouts.engines.parity import ParityGate
-    from rlds_jax.rollouts.engines.vllm import VllmEngine
-    from rlds_jax.rollouts.engines.vllm_transport import make_transport
+    try:
+        from rlds_jax.rollouts.engines.parity import ParityGate
+        from rlds_jax.rollouts.engines.vllm import VllmEngine
+        from rlds_jax.rollouts.engines.vllm_transport import make_transport
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"engine.kind=vllm needs the package {error.name}: pip install -e '.[vllm]'"
+        ) from error
 
     return VllmEngine(
         params,
