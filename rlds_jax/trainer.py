@@ -118,12 +118,8 @@ class Trainer:
         compute = update.ComputeConfig(**config.compute)
         optimizer = update.OptimizerConfig(**config.optimizer)
         transform = update.make_optimizer(optimizer)
-<<<<<<< HEAD
         play.reserve_devices(config)
-        mesh = sharding.make_mesh(**config.mesh)
-=======
         self.mesh = mesh = sharding.make_mesh(**config.mesh)
->>>>>>> main
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
         source = hub.local_directory(config.model.path)
         with contextlib.ExitStack() as opened:  # closed again if anything here fails
