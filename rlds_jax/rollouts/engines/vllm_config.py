@@ -8,6 +8,7 @@ from typing import Literal, get_args
 VLLM_VERSION = "0.32.0"
 
 Placement = Literal["cpu", "disjoint", "shared"]
+WeightTransport = Literal["shared_memory", "cuda_ipc"]
 
 # Of one GPU's memory; what is left is for CUDA contexts and workspaces, of a sleeper too.
 SHAREABLE = 0.95
@@ -30,6 +31,7 @@ class VllmConfig:
       host_gpus: GPUs of this host.
       gpus: indices of the engine's GPUs, replicas * tensor_parallel of them; empty on a CPU.
       memory_fraction: of each of `gpus` that is the engine's while it is awake.
+      weight_transport: "shared_memory", or "cuda_ipc" where every GPU is shared.
       bucket_bytes: memory that weights pass through; at least the largest tensor is taken.
       start_timeout_s: for a sidecar to come up, its first weights not included.
       request_timeout_s: for one completion, from when it is sent.
@@ -51,6 +53,7 @@ class VllmConfig:
     host_gpus: int = 8
     gpus: tuple[int, ...] = (4, 5, 6, 7)
     memory_fraction: float = 0.9
+    weight_transport: WeightTransport = "shared_memory"
     bucket_bytes: int = 2**29
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
@@ -69,11 +72,17 @@ class VllmConfig:
             raise ValueError(f"engine.max_restarts is {self.max_restarts}; 0 is the least")
         self._check_gpus()
         self._check_memory()
+        if self.weight_transport == "cuda_ipc" and self.placement != "shared":
+            raise ValueError(
+                "engine.weight_transport=cuda_ipc reaches a worker on a GPU of the trainer's: use "
+                "engine.placement=shared, or engine.weight_transport=shared_memory"
+            )
 
     def _check_choices(self) -> None:
         for name, choices in (
             ("dtype", ("bfloat16", "float32")),
             ("placement", get_args(Placement)),
+            ("weight_transport", get_args(WeightTransport)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(

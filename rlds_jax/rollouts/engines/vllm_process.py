@@ -79,7 +79,7 @@ class Launch:
             "max_model_len": config.max_context,
             "max_num_seqs": config.max_requests,
             "tensor_parallel_size": config.tensor_parallel,
-            "weight_backend": "rlds_shm",
+            "weight_backend": f"rlds_{config.weight_transport}",
             "seed": 0,
         }
         if config.cache_bytes is not None:

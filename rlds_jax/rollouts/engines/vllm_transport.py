@@ -99,4 +99,8 @@ class SharedMemory:
 
 def make_transport(config: VllmConfig, model: ModelConfig) -> Transport:
     """The transport of an engine's weights."""
+    if config.weight_transport == "cuda_ipc":
+        from rlds_jax.rollouts.engines.vllm_cuda_ipc import CudaIpc
+
+        return CudaIpc(config, model)
     return SharedMemory(model, config.dtype, config.bucket_bytes, config.replicas)

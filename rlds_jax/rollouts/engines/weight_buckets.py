@@ -123,12 +123,12 @@ def pieces(array: jax.Array, tensor: Tensor, dtype: Any) -> Iterator[tuple[Any, 
             index = shard.index[1:] if tensor.parameter.stacked else shard.index
             yield (
                 tuple(index[axis] for axis in order),
-                _turned(shard.data, tensor.layer, order=order, dtype=dtype),
+                turned(shard.data, tensor.layer, order=order, dtype=dtype),
             )
 
 
 @functools.partial(jax.jit, static_argnames=("order", "dtype"))
-def _turned(values, layer, *, order: tuple[int, ...], dtype):
+def turned(values, layer, *, order: tuple[int, ...], dtype):
     """One layer's values (all of them where layer is None) in the checkpoint's order of axes."""
     if layer is not None:
         values = jax.lax.dynamic_index_in_dim(values, layer, keepdims=False)

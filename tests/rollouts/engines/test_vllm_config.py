@@ -18,6 +18,8 @@ from rlds_jax.rollouts.engines.vllm_replicas import Router
         ({"placement": "disjoint", "gpus": (6, 6), "replicas": 2}, "twice"),
         ({"placement": "disjoint", "gpus": (8,)}, "engine.host_gpus"),
         ({"placement": "disjoint", "gpus": tuple(range(8)), "replicas": 8}, "leaves none"),
+        ({"weight_transport": "nccl"}, "engine.weight_transport"),
+        ({"weight_transport": "cuda_ipc"}, "placement=shared"),
         ({"placement": "shared", "gpus": (0,), "memory_fraction": 0.99}, "memory_fraction"),
     ],
 )

@@ -2,12 +2,16 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from small_engine import CONFIG, PARAMS, random_params
+from vllm_doubles import settings
 
 from rlds_jax.models.weights import to_hf_tensors
+from rlds_jax.rollouts.engines import vllm_cuda_ipc
 from rlds_jax.rollouts.engines.weight_buckets import Layout, fill
 
 UNTIED = dataclasses.replace(CONFIG, tie_embeddings=False, qk_norm=False, attention_bias=True)
@@ -33,3 +37,29 @@ def test_every_tensor_arrives_once(config, bucket_bytes, dtype):
         np.testing.assert_array_equal(found[name], tensor)
     assert layout.total_bytes == sum(tensor.nbytes for tensor in expected.values())
     assert (len(layout.buckets) == 1) == (bucket_bytes == 2**30)
+
+
+def test_buckets_in_device_memory_hold_the_same_bytes(monkeypatch):
+    """Sent by CUDA IPC, but for the driver's part."""
+    config = settings(
+        placement="shared", gpus=(0,), host_gpus=1, weight_transport="cuda_ipc", bucket_bytes=2**18
+    )
+    whole = NamedSharding(jax.make_mesh((1,), ("fsdp",)), PartitionSpec())
+    params = jax.device_put(random_params(0, UNTIED), whole)
+    held = {}
+    monkeypatch.setattr(vllm_cuda_ipc, "_handle", lambda bucket: (np.asarray(bucket), 0))
+
+    def post(messages):
+        (message,) = messages
+        ((held[message["sequence"]], _),) = message["handles"]
+        described.append(message["tensors"])
+
+    transport, described = vllm_cuda_ipc.CudaIpc(config, UNTIED), []
+    transport.send(params, 9, post)
+    layout = Layout(UNTIED, "float32", 2**18)
+    buffer = np.zeros(layout.capacity, np.uint8)
+    for sequence in fill(buffer, params, layout, version=9):
+        np.testing.assert_array_equal(held[sequence], buffer)
+        assert described[sequence] == layout.described(layout.buckets[sequence])
+        buffer[:] = 0
+    assert len(held) == len(layout.buckets) > 1
