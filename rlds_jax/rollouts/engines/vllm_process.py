@@ -44,6 +44,10 @@ _KNOWN = (
         "the GPU has too little memory left: lower engine.memory_fraction or engine.max_context",
     ),
     (
+        "is less than desired GPU memory utilization",
+        "the trainer holds too much of the GPU already: lower engine.memory_fraction",
+    ),
+    (
         "to serve at least one request with the models's max seq len",
         "raise engine.cache_bytes, or lower engine.max_context",
     ),
@@ -121,8 +125,10 @@ class Launch:
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "TORCHDYNAMO_DISABLE": "1",
             }
-        gpus = self.config.replica_gpus(self.replica)
-        return kept | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        gpus = [str(gpu) for gpu in self.config.replica_gpus(self.replica)]
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # of which the config names some
+            gpus = [visible.split(",")[int(gpu)] for gpu in gpus]
+        return kept | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 class Sidecar:

@@ -3,6 +3,7 @@
 import pytest
 from vllm_doubles import settings
 
+from rlds_jax.rollouts.engines.vllm_process import Launch
 from rlds_jax.rollouts.engines.vllm_replicas import Router
 
 
@@ -37,6 +38,15 @@ def test_devices_are_split_between_trainer_and_replicas():
     assert shared.trainer_gpus == tuple(range(8))
     assert settings().trainer_gpus == ()
     assert (shared.shares, disjoint.shares) == ((0.4, pytest.approx(0.05)), (0, 0))
+
+
+def test_a_replica_sees_its_own_gpus_alone(monkeypatch, tmp_path):
+    config = settings(placement="disjoint", gpus=(2, 3), replicas=2)
+    launch = Launch(config, 1, tmp_path, tmp_path / "log")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert launch.environment()["CUDA_VISIBLE_DEVICES"] == "3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert launch.environment()["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 def test_a_group_stays_on_its_replica_and_groups_are_spread():
