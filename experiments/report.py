@@ -173,6 +173,43 @@ def conditions(result: dict[str, Any]) -> list[str]:
     return [*_table(columns, rows), "", f"Over the seeds of RLDS: {ranges}."]
 
 
+def engines(result: dict[str, Any]) -> list[str]:
+    """The demo's validation curve by either engine."""
+    columns = ["validation after step", "local engine", "vLLM", "vLLM less local"]
+    rows = [
+        [
+            str(at["step"]),
+            _interval(at["local"], ""),
+            _interval(at["vllm"], ""),
+            _interval(at["difference"], "+"),
+        ]
+        for at in result["steps"]
+    ]
+    found = result["agreement"]
+    return [
+        *_table(columns, rows),
+        "",
+        f"Seed {result['seed']}, {result['steps'][0]['local']['n']} boards, vLLM {result['vllm']}. "
+        f"vLLM's log-probabilities and the trainer's differ by {found['logprob_diff_max']:.1e} at "
+        f"most; {found['rollout_is_truncated']:.0%} of the tokens were truncated, sidecars "
+        f"restarted {found['restarts']:.0f} times.",
+    ]
+
+
+def sidecar(result: dict[str, Any]) -> list[str]:
+    """Weights to vLLM, and sampling beside the local engine."""
+    sync, made = result["sync"], result["generation"]
+    rows = [
+        [f"sync of {sync['gigabytes']:.2f} GB, GB/s", "", f"{sync['gb_per_s']:.2f}"],
+        [
+            f"{made['requests']} requests of a step of the demo, tokens/s",
+            f"{made['local_tokens_per_s']:,.0f}",
+            f"{made['vllm_tokens_per_s']:,.0f}",
+        ],
+    ]
+    return _table(["", "local engine", f"vLLM {result['vllm']}"], rows)
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "engine": engine,
     "step": step,
@@ -182,6 +219,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "tiny_policy": tiny_policy,
     "demo": demo,
     "conditions": conditions,
+    "engines": engines,
+    "sidecar": sidecar,
 }
 
 

@@ -21,7 +21,7 @@ def planned():
     model = weights.load_config(config.model.path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "devices", lambda _: jax.devices()[:1])
-        result = plan.measure(config, model, TARGET, engine_share=0.4)
+        result = plan.measure(config, model, TARGET, shares=(0.4, 0.4))
     return config, result
 
 
@@ -77,6 +77,19 @@ def test_advice_names_fields_and_what_they_free(planned):
     assert "compute.remat=full" in lines
     assert "optimizer.moment_dtype=bfloat16 frees" in lines
     assert "mesh.fsdp" in lines
+
+
+def test_vllm_takes_the_gpus_or_the_share_that_its_config_says():
+    config = frozenlake.get_config("vllm")
+    host = topology.Topology("h100:8", topology.CHIPS["h100"], 8)
+    left, shares = plan.beside_engine(config, host, 0.4)
+    assert (left.devices, shares) == (4, (0.0, 0.0))
+    config.engine.update(placement="shared", memory_fraction=0.5)
+    left, shares = plan.beside_engine(config, host, 0.4)
+    assert (left.devices, shares) == (8, (0.5, pytest.approx(0.05)))
+    with pytest.raises(ValueError, match=r"engine\.host_gpus"):
+        plan.beside_engine(config, TARGET, 0.4)
+    assert plan.beside_engine(frozenlake.get_config(), TARGET, 0.4) == (TARGET, (0.4, 0.4))
 
 
 def test_less_memory_does_not_fit():
