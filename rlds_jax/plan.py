@@ -28,6 +28,7 @@ from rlds_jax import collectives, commands, flops, play, sharding, topology, upd
 from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.losses import LossConfig
 from rlds_jax.models import attention_gate, hub, qwen3, weights
+from rlds_jax.models.attention import Choice
 from rlds_jax.models.config import ModelConfig
 
 TOPOLOGY = flags.DEFINE_string("topology", "h100:8", "Chip and number, or slice: v5e:4x4.")
@@ -67,23 +68,15 @@ class Program:
         return self.arguments[2].old_logprobs is not None
 
 
-def program(config: ConfigDict, model: ModelConfig, target: topology.Topology) -> Program:
-    """The update that `config` trains `model` with on `target`.
+def program(config: ConfigDict, model: ModelConfig, mesh: Mesh, attention: Choice) -> Program:
+    """The update that `config` trains `model` with on `mesh`, `attention` in place of its own.
 
     Raises:
       ValueError: model, batch and mesh do not fit each other.
-      RuntimeError: the target cannot be compiled for here.
     """
-    mesh = sharding.make_mesh(**config.mesh, devices=topology.devices(target))
     layout = BatchLayout(**config.batch)
     sharding.check_mesh(model, mesh, layout.rows)
-    compute = update.ComputeConfig(**config.compute)
-    if compute.attention == "auto":
-        capability = target.chip.capability or (0, 0)
-        names = attention_gate.candidates(
-            target.chip.platform, capability[0] + capability[1] / 10, compute.dtype
-        )
-        compute = dataclasses.replace(compute, attention=names[0])
+    compute = dataclasses.replace(update.ComputeConfig(**config.compute), attention=attention)
     optimizer = update.OptimizerConfig(**config.optimizer)
     loss = LossConfig(**config.loss)
     several = config.training.epochs * config.training.minibatches > 1
@@ -95,6 +88,23 @@ def program(config: ConfigDict, model: ModelConfig, target: topology.Topology) -
         reference = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, compute.dtype), params)
     arguments = (state, reference, _abstract_batch(layout, several))
     return Program(model, optimizer, loss, compute, layout, mesh, arguments)
+
+
+def kernel(config: ConfigDict, chip: topology.Chip) -> Choice:
+    """The attention kernel that training takes on a chip where every kernel is right."""
+    if config.compute.attention != "auto":
+        return config.compute.attention
+    major, minor = chip.capability or (0, 0)
+    return attention_gate.candidates(chip.platform, major + minor / 10, config.compute.dtype)[0]
+
+
+def peak(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a device needs at most, arguments included."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return getattr(memory, "peak_memory_in_bytes", 0) or (
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    )
 
 
 def _abstract_batch(layout: BatchLayout, with_old_logprobs: bool) -> Batch:
@@ -163,9 +173,11 @@ def measure(
     """Everything the command prints, as JSON values; bytes, FLOPs and seconds.
 
     Raises:
-      As `program`.
+      ValueError: model, batch and mesh do not fit each other.
+      RuntimeError: the target cannot be compiled for here.
     """
-    plan = program(config, model, target)
+    mesh = sharding.make_mesh(**config.mesh, devices=topology.devices(target))
+    plan = program(config, model, mesh, kernel(config, target.chip))
     started = time.perf_counter()
     try:
         with topology.absent(target.chip):
@@ -180,15 +192,13 @@ def measure(
     assert text is not None
     chunks = -(-plan.layout.rows * plan.layout.row_length // plan.compute.logprob_chunk)
     sent = collectives.traffic(text, plan.mesh, chunks)
-    peak = getattr(memory, "peak_memory_in_bytes", 0) or (
-        memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    )
+    needed = peak(compiled)
     static = _static(plan, target, shares)
     return {
         **static,
         "temporaries": memory.temp_size_in_bytes,
-        "peak": peak,
-        "fits": peak <= static["available"] and _kept(static) <= static["available_sampling"],
+        "peak": needed,
+        "fits": needed <= static["available"] and _kept(static) <= static["available_sampling"],
         "compile_seconds": seconds,
         "collectives_per_micro_batch": sent,
         **_roofline(config, plan, target, sent),

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from configs import frozenlake, hotpotqa
-from rlds_jax import plan, topology
+from rlds_jax import plan, sharding, topology
 from rlds_jax.models import weights
 from rlds_jax.models.config import QWEN3_4B
 
@@ -48,12 +48,13 @@ def test_a_step_is_bounded_by_its_slowest_part(planned):
 
 
 @pytest.mark.parametrize(("remat", "most"), [("none", 1.02), ("full", 1.36)])
-def test_the_policy_of_the_paper_computes_little_twice(remat, most, monkeypatch):
+def test_the_policy_of_the_paper_computes_little_twice(remat, most):
     """Against 6 N, causal attention, and the logits that the head's backward computes again."""
-    monkeypatch.setattr(topology, "devices", lambda _: jax.devices()[:1])
     config = hotpotqa.get_config()
     config.compute.remat = remat
-    program = plan.program(config, QWEN3_4B, TARGET)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    program = plan.program(config, QWEN3_4B, mesh, plan.kernel(config, TARGET.chip))
+    assert program.compute.attention == "cudnn"
     tokens = config.batch.rows * config.batch.row_length
     logits = 2 * QWEN3_4B.hidden_size * QWEN3_4B.vocab_size * tokens
     work = plan.work(program)
