@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 SCIENCEWORLD = ROOT / "docs" / "tasks" / "scienceworld.md"
 
+Sections = dict[str, Callable[[dict[str, Any]], list[str]]]
+
 
 def engine(result: dict[str, Any]) -> list[str]:
     """Rollout throughput of the local engine and of transformers."""
@@ -164,7 +166,7 @@ def scienceworld(result: dict[str, Any]) -> list[str]:
     ]
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+SECTIONS: Sections = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
@@ -174,7 +176,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
-PAGES = {README: SECTIONS, SCIENCEWORLD: {"scienceworld": scienceworld}}
+PAGES: dict[Path, Sections] = {README: SECTIONS, SCIENCEWORLD: {"scienceworld": scienceworld}}
 
 
 def render(page: Path) -> str:
