@@ -1,9 +1,9 @@
-"""Writes README's tables from experiments/results/*.json.
+"""Writes the tables of README and of docs/tasks/scienceworld.md from experiments/results/*.json.
 
     python -m experiments.report
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a test checks that README
-holds what this renders.
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a test checks that the pages
+hold what this renders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from typing import Any
 
 from experiments.record import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+SCIENCEWORLD = ROOT / "docs" / "tasks" / "scienceworld.md"
+
+Sections = dict[str, Callable[[dict[str, Any]], list[str]]]
 
 
 def engine(result: dict[str, Any]) -> list[str]:
@@ -173,6 +177,28 @@ def conditions(result: dict[str, Any]) -> list[str]:
     return [*_table(columns, rows), "", f"Over the seeds of RLDS: {ranges}."]
 
 
+def scienceworld(result: dict[str, Any]) -> list[str]:
+    """What the simulator takes, beside the library's own step."""
+    rows = [
+        [
+            str(r["jvms"]),
+            f"{r['steps_per_second']:.0f}",
+            f"{r['ratio_to_library']:.1f}x",
+            f"{r['mib_per_jvm']:.0f}",
+        ]
+        for r in result["lean"]
+    ]
+    own, starts = result["library"], result["starts"]
+    return [
+        *_table(["JVMs at once", "steps/s", "the library's step", "MiB per JVM"], rows),
+        "",
+        f"The library's step: {own['steps_per_second']:.1f} per second, {own['mib_per_jvm']:.0f} "
+        f"MiB. A JVM starts in {starts['start_jvm_s']:.1f} s, an episode in "
+        f"{starts['start_episode_s']:.2f} s, and 30 turns of `boil` replay in "
+        f"{starts['replay_30_turns_s']:.2f} s.",
+    ]
+
+
 def engines(result: dict[str, Any]) -> list[str]:
     """The demo's validation curve by either engine."""
     columns = ["validation after step", "local engine", "vLLM", "vLLM less local"]
@@ -210,7 +236,7 @@ def sidecar(result: dict[str, Any]) -> list[str]:
     return _table(["", "local engine", f"vLLM {result['vllm']}"], rows)
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+SECTIONS: Sections = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
@@ -224,20 +250,24 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
-def render(text: str) -> str:
-    """`text` with every section that has a marker written anew.
+PAGES: dict[Path, Sections] = {README: SECTIONS, SCIENCEWORLD: {"scienceworld": scienceworld}}
+
+
+def render(page: Path) -> str:
+    """The text of a page of PAGES with its sections written anew.
 
     Raises:
       ValueError: a section has no marker.
     """
-    for name, section in SECTIONS.items():
+    text = page.read_text()
+    for name, section in PAGES[page].items():
         record = json.loads((RESULTS / f"{name}.json").read_text())
         body = "\n".join([*section(record["result"]), "", f"`{record['command']}`"])
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
-            raise ValueError(f"README has no section {name}; add its begin and end markers")
+            raise ValueError(f"{page} has no section {name}; add its begin and end markers")
         text = f"{before}{begin}{body}\n{end}{after}"
     return text
 
@@ -257,4 +287,5 @@ def _number(value: float | None, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text()))
+    for page in PAGES:
+        page.write_text(render(page))
