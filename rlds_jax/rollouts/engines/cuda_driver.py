@@ -29,10 +29,17 @@ def call(name: str, *arguments: Any) -> None:
         raise RuntimeError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
 
 
-def enter_context_of(pointer: int) -> None:
-    """Makes the context that device memory belongs to this thread's."""
+def context_of(pointer: int) -> ctypes.c_void_p:
+    """The context that device memory belongs to."""
     context = ctypes.c_void_p()
-    call("cuPointerGetAttribute", ctypes.byref(context), POINTER_CONTEXT, ctypes.c_uint64(pointer))
+    call(
+        "cuPointerGetAttribute", ctypes.byref(context), POINTER_CONTEXT, ctypes.c_uint64(pointer)
+    )
+    return context
+
+
+def enter(context: ctypes.c_void_p) -> None:
+    """Makes a context this thread's."""
     call("cuCtxSetCurrent", context)
 
 

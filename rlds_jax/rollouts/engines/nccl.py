@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlds_jax.rollouts.engines.cuda_driver import Stream
+from rlds_jax.rollouts.engines import cuda_driver
 from rlds_jax.rollouts.engines.vllm_process import SidecarFailed
 
 LIBRARY = "libnccl.so.2"
@@ -125,16 +125,16 @@ def load() -> Nccl:
 
 
 class Communicator:
-    """Rank 0 of a group, on the GPU of the calling thread's CUDA context.
+    """Rank 0 of a group, on the GPU of a CUDA context.
 
-    No method waits for another rank; `done` says when what was begun has ended.
-
-    Raises (all methods but `abort`):
-      NcclFailed: the group is broken, and good for `abort` alone.
+    No method waits for another rank; `done` says when what was begun has ended. Every method but
+    `abort` raises NcclFailed where the group is broken; it is good for `abort` alone then.
     """
 
-    def __init__(self, nccl: Nccl, unique_id: UniqueId, ranks: int):
-        self._nccl, self._handle, self._stream = nccl, _POINTER(), Stream()
+    def __init__(self, nccl: Nccl, unique_id: UniqueId, ranks: int, context: ctypes.c_void_p):
+        self._nccl, self._handle, self._context = nccl, _POINTER(), context
+        cuda_driver.enter(context)
+        self._stream = cuda_driver.Stream()
         nccl.call(
             "ncclCommInitRankConfig",
             ctypes.byref(self._handle),
@@ -153,18 +153,21 @@ class Communicator:
 
     def add_up(self, pointer: int) -> None:
         """Begins to sum one float32 of every rank, in place."""
-        of = (pointer, pointer, 1, FLOAT32, SUM)
-        self._nccl.call("ncclAllReduce", *of, self._handle, self._stream.handle)
+        self._begin("ncclAllReduce", pointer, pointer, 1, FLOAT32, SUM)
 
     def broadcast(self, pointer: int, size: int) -> None:
         """Begins to send bytes to every other rank; they must stay until it is done."""
-        of = (pointer, pointer, size, UINT8, 0)
-        self._nccl.call("ncclBroadcast", *of, self._handle, self._stream.handle)
+        self._begin("ncclBroadcast", pointer, pointer, size, UINT8, 0)
+
+    def _begin(self, name: str, *arguments: int) -> None:
+        cuda_driver.enter(self._context)
+        self._nccl.call(name, *arguments, self._handle, self._stream.handle)
 
     def abort(self) -> None:
         """Leaves the group, whatever it is doing."""
 
         def leave() -> None:
+            cuda_driver.enter(self._context)
             self._nccl.call("ncclCommAbort", self._handle)
             self._stream.close()
 

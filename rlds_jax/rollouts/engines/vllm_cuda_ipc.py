@@ -58,7 +58,7 @@ def _handle(bucket: jax.Array) -> tuple[str, int]:
     pointer = ctypes.c_uint64(bucket.unsafe_buffer_pointer())
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     handle = (ctypes.c_byte * HANDLE_BYTES)()
-    cuda_driver.enter_context_of(pointer.value)
+    cuda_driver.enter(cuda_driver.context_of(pointer.value))
     cuda_driver.call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), pointer)
     cuda_driver.call("cuIpcGetMemHandle", ctypes.byref(handle), start)
     return base64.b64encode(bytes(handle)).decode(), pointer.value - start.value

@@ -65,10 +65,10 @@ class NcclBroadcast:
         offsets = range(1, ranks, per_replica)
         one = jnp.zeros(1, jnp.float32, device=self._device).block_until_ready()
         pointer = one.unsafe_buffer_pointer()
-        cuda_driver.enter_context_of(pointer)
         answers = post([group | {"rank_offset": offset} for offset in offsets])
         with self._or_give_up(answers):
-            self._group = nccl.Communicator(self._nccl, unique_id, ranks)
+            context = cuda_driver.context_of(pointer)
+            self._group = nccl.Communicator(self._nccl, unique_id, ranks, context)
             self._wait_for(self._group, answers)
             self._group.add_up(pointer)  # every member of vLLM's does on joining
             self._wait_for(self._group, answers)
@@ -79,7 +79,6 @@ class NcclBroadcast:
         for info, bucket in self._buckets.fill(params, version):
             on_gpu = {shard.device: shard.data for shard in bucket.addressable_shards}
             pointer = on_gpu[self._device].unsafe_buffer_pointer()
-            cuda_driver.enter_context_of(pointer)
             answers = post([info] * self._config.replicas)
             with self._or_give_up(answers):
                 self._group.broadcast(pointer, self._buckets.capacity)
