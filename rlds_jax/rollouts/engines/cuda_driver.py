@@ -32,9 +32,7 @@ def call(name: str, *arguments: Any) -> None:
 def context_of(pointer: int) -> ctypes.c_void_p:
     """The context that device memory belongs to."""
     context = ctypes.c_void_p()
-    call(
-        "cuPointerGetAttribute", ctypes.byref(context), POINTER_CONTEXT, ctypes.c_uint64(pointer)
-    )
+    call("cuPointerGetAttribute", ctypes.byref(context), POINTER_CONTEXT, ctypes.c_uint64(pointer))
     return context
 
 
