@@ -29,9 +29,12 @@ def happens(fault):
     path = FAULTS / fault
     if not path.exists():
         return False
-    left = int(path.read_text())
-    path.write_text(str(left - 1))
-    return left > 0
+    left = int(path.read_text()) - 1
+    if left:
+        path.write_text(str(left))
+    else:
+        path.unlink()
+    return True
 
 
 class ScriptedEngine:
