@@ -21,7 +21,7 @@ from pathlib import Path
 
 from experiments.tiny_policy.manifest import MANIFEST, formats
 from experiments.tiny_policy.recipe import TASKS, Recipe, bundled, load
-from experiments.tiny_policy.tokenizer import train_tokenizer
+from experiments.tiny_policy.tokenizer import tool_texts, train_tokenizer
 from experiments.tiny_policy.transcripts import Transcript
 from rlds_jax.play import make_task
 
@@ -76,8 +76,9 @@ def save_tokenizer(
     """Learns the tokenizer on a sample of the transcripts, and writes it with generation config."""
     sample = random.Random(seed).sample(transcripts, min(2000, len(transcripts)))
     messages = itertools.chain.from_iterable(transcript["messages"] for transcript in sample)
-    texts = (message["content"] for message in messages)
-    tokenizer = train_tokenizer(texts, recipe.vocabulary, recipe.alone)
+    texts = [message["content"] for message in messages]
+    texts += tool_texts(next((t["tools"] for t in transcripts if "tools" in t), ())) * len(sample)
+    tokenizer = train_tokenizer(texts, recipe.vocabulary, recipe.alone, recipe.min_frequency)
     tokenizer.save_pretrained(directory)
     generation = {
         "do_sample": True,

@@ -15,7 +15,7 @@ from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
 from rlds_jax.tasks.base import Item, Task
 
-TASKS = ("frozenlake",)
+TASKS = ("frozenlake", "hotpotqa")
 
 
 class Recipe(Protocol):
@@ -24,7 +24,8 @@ class Recipe(Protocol):
     Attributes:
       directory: of the bundled policy, under rlds_jax/models.
       alone: regular expression of the texts that no merge of the tokenizer runs into.
-      vocabulary: tokens, the chat tokens included.
+      vocabulary: most tokens, the chat tokens included.
+      min_frequency: least occurrences of a merge in 2000 transcripts.
       sft: fields of configs/sft.py.
       items: train items demonstrated on.
     """
@@ -32,6 +33,7 @@ class Recipe(Protocol):
     directory: str
     alone: str
     vocabulary: int
+    min_frequency: int
     sft: Mapping[str, Any]
     items: int
 

@@ -6,7 +6,9 @@ policy few tokens. What a recipe sets apart (`Recipe.alone`) stands alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -51,12 +53,16 @@ CHAT_TEMPLATE = """\
 _ROLES = ("system", "user", "assistant", "tool") * 100
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, alone: str) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, alone: str, min_frequency: int = 0
+) -> PreTrainedTokenizerFast:
     """Learns merges from `texts` and adds the chat tokens; `vocab_size` counts all of them.
 
     Args:
       alone: regular expression of texts that merges do not cross. It must match "<", so that none
         spells an added token such as <think>.
+      min_frequency: of a merge in the texts. Above that of a name, names keep to common syllables,
+        and those never seen look like those seen.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -69,6 +75,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, alone: str) -> PreTra
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(ADDED_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        min_frequency=min_frequency,
         max_token_length=200,
         show_progress=False,
     )
@@ -87,3 +94,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, alone: str) -> PreTra
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )
+
+
+def tool_texts(tools: Sequence[Any]) -> list[str]:
+    """The texts between added tokens that the template writes about tools; none without tools."""
+    if not tools:
+        return []
+    blank = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE
+    )
+    rendered = blank.apply_chat_template(
+        [{"role": "system", "content": ""}], tools=list(tools), tokenize=False
+    )
+    assert isinstance(rendered, str)
+    return [text for text in re.split("|".join(map(re.escape, ADDED_TOKENS)), rendered) if text]

@@ -26,6 +26,7 @@ class FrozenLakeRecipe:
     directory = "tiny"
     alone = r" ?\b(?:[A-D]|Up|Down|Left|Right|\d)\b|\d|\n+|</?action>|</?"
     vocabulary = 1536
+    min_frequency = 0
     sft = types.MappingProxyType(
         {
             "epochs": 1,

@@ -1,0 +1,98 @@
+"""The tiny policy of configs/hotpotqa.py:tiny."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+
+from ml_collections import ConfigDict
+
+from configs.hotpotqa import get_config
+from experiments.tiny_policy.hotpotqa import critics
+from experiments.tiny_policy.hotpotqa.critics import Episode
+from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
+from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
+from rlds_jax.rollouts.prompts import EpisodeText
+from rlds_jax.rollouts.types import Trajectory
+from rlds_jax.tasks.base import Item
+from rlds_jax.tasks.hotpotqa.environment import HotpotQAEnvironment
+from rlds_jax.tasks.hotpotqa.passages import Passage
+from rlds_jax.tasks.hotpotqa.retriever import Retriever
+from rlds_jax.tasks.hotpotqa.task import HotpotQA
+
+
+class HotpotQARecipe:
+    """See `Recipe`. A digit is one token; capitalised words merge with nothing around them."""
+
+    directory = "tiny_hotpotqa"
+    alone = r"\d|\n+|</?| ?[A-Z][^\W\d_]*"
+    vocabulary = 2048
+    min_frequency = 100
+    sft = types.MappingProxyType(
+        {
+            "epochs": 1,
+            "model.hidden_size": 128,
+            "model.intermediate_size": 384,
+            "model.num_layers": 4,
+            "model.num_heads": 4,
+            "model.num_kv_heads": 2,
+            "model.rope_theta": 1000.0,
+            "batch.rows": 2,
+            "batch.row_length": 1024,
+            "optimizer.learning_rate": 2e-3,
+        }
+    )
+    items = 3_000
+
+    def config(self) -> ConfigDict:
+        return get_config("tiny")
+
+    def transcripts(
+        self, task: HotpotQA, split: str, start: int, stop: int, seed: int
+    ) -> Iterator[Transcript]:
+        return Demonstrator(task, Mixture(), seed).transcripts(split, start, stop)
+
+    def probes(self, task: HotpotQA) -> Sequence[EpisodeText]:
+        search = '<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>'
+        broken = '<tool_call>{"name": "search"</tool_call>'
+        wrong = [search, broken, "hm", r"\boxed{no}"]
+        return [_probe(task, turns) for turns in (wrong, [r"\boxed{1815}"], ["hm"] * 5)]
+
+    def replay(self, task: HotpotQA, item: Item, trajectory: Trajectory) -> Episode:
+        assert trajectory.ended_by is not None
+        return Episode.of(
+            Played(
+                trajectory.initial_observation,
+                trajectory.turns,
+                trajectory.reward,
+                trajectory.success,
+                trajectory.ended_by,
+            )
+        )
+
+    def grade(self, episode: Episode) -> Sequence[Grade]:
+        return critics.grade(episode)
+
+    def retry_step(self, episode: Episode) -> int:
+        return critics.retry_step(episode)
+
+
+RECIPE = HotpotQARecipe()
+
+
+class _OnePassage:
+    async def search(self, query: str, top_k: int) -> tuple[Passage, ...]:
+        text = "British mathematician (1815–1852). She wrote notes on an engine of Babbage. " * 2
+        return (Passage("0", "Ada", text),) * top_k
+
+    async def close(self) -> None:
+        pass
+
+
+def _probe(task: HotpotQA, actions: Sequence[str]) -> Played:
+    remaining = iter(actions)
+    retriever = Retriever(_OnePassage())
+    environment = HotpotQAEnvironment("Born when?", ["1815"], retriever, task.limits)
+    played = play(environment, lambda _: next(remaining))
+    retriever.close()
+    return played

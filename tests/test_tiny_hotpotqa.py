@@ -1,0 +1,132 @@
+"""The demonstrations of the tiny HotpotQA policy, and two steps of its run."""
+
+import random
+
+import datasets
+import pytest
+
+from configs.hotpotqa import get_config
+from experiments.tiny_policy.hotpotqa import critics
+from experiments.tiny_policy.hotpotqa.actor import GUIDED, UNGUIDED, act, plan, query_of
+from experiments.tiny_policy.hotpotqa.critics import Episode
+from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
+from experiments.tiny_policy.transcripts import Played
+from rlds_jax import run_files
+from rlds_jax.rollouts.grading import parse_grades
+from rlds_jax.rollouts.reflection import parse_reflection
+from rlds_jax.rollouts.types import Turn
+from rlds_jax.tasks.hotpotqa import offline
+from rlds_jax.tasks.hotpotqa.questions import Article
+from rlds_jax.tasks.hotpotqa.task import SUBTASKS
+from rlds_jax.trainer import Trainer
+
+NAMES = [subtask.name for subtask in SUBTASKS]
+COMPARISON = "Who was born first, Ada or Bob?"
+ADA, BOB = "Ada Poet (1815–1852). She", "Bob Actor (born 1950). He"
+
+
+def test_a_comparison_searches_for_both_and_answers():
+    assert plan(COMPARISON, []).target == "Ada"
+    assert plan(COMPARISON, [ADA]).target == "Bob"
+    known = plan(COMPARISON, [ADA, BOB])
+    assert (known.target, known.note, known.answer) == (None, "1815 < 1950", "Ada")
+
+
+def test_a_bridge_goes_by_the_creator():
+    question = "In which year did the creator of Ode (1843 poem) die?"
+    assert plan(question, []).target == "Ode"
+    results = ["Ode 1843 poem by Ada. It is"]
+    assert plan(question, results).target == "Ada"
+    assert plan(question, [*results, ADA]).answer == "1852"
+
+
+def test_a_region_goes_by_the_country():
+    question = "In which part of the world is the country whose capital is Lima?"
+    results = ["Lima Capital and largest city of Peru. Lima is"]
+    assert plan(question, results).target == "Peru"
+    assert (
+        plan(question, [*results, "Peru Country in South America. Peru"]).answer == "South America"
+    )
+
+
+def _search(query):
+    return act(f"Who was born first, {query} or X?", [], GUIDED, random.Random(0))
+
+
+def _episode(turns, success=False):
+    played = (Turn(action, observation) for action, observation in turns)
+    return Episode.of(Played(f"Question: {COMPARISON}", tuple(played), 0.0, success, "answer"))
+
+
+def test_kinds_of_turns_and_where_a_retry_starts():
+    assert query_of(_search("Ada")) == "Ada"
+    early = _episode([(_search("Ada"), f"[1] {ADA}"), (r"\boxed{Bob}", "")])
+    assert early.kinds == ("good", "early")
+    assert critics.retry_step(early) == 1
+    assert "search for Bob" in critics.suggestion(early)
+    planning, evidence, iteration, grounding = critics.grade(early)
+    assert (planning.score, evidence.score) == (5, 5)
+    assert (iteration.pivot, grounding.score, grounding.pivot) == (1, 1, 1)
+    lost = _episode([(_search("Ada"), ""), (_search("Ada"), ""), ("<tool_call>{", "")])
+    assert lost.kinds == ("good", "repeat", "broken")
+    right = [(_search("Ada"), f"[1] {ADA}"), (_search("Bob"), f"[1] {BOB}"), (r"\boxed{Ada}", "")]
+    grades = critics.grade(_episode(right, success=True))
+    assert [(grade.score, grade.pivot) for grade in grades] == [(5, 0), (5, 1), (5, 1), (5, 2)]
+
+
+SMALL = {
+    f"P{i}": Article(f"P{i}", f"Poet ({1800 + i}–{1900 + i})", "", "People") for i in range(12)
+}
+
+
+@pytest.fixture(scope="module")
+def task_options(tmp_path_factory):
+    """Options of the tiny task on a dozen people, made once."""
+    directory = tmp_path_factory.mktemp("offline")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", directory / "cache")
+        patch.setattr(offline, "load_articles", lambda: SMALL)
+        patch.setattr(offline, "_pool", lambda articles, *_: articles)
+        offline.prepare(directory / "12-0", 12, 0)
+        yield {"directory": str(directory), "passages": 12}
+
+
+def test_scripted_answers_are_valid_and_say_the_truth(task_options):
+    task = offline.offline(**{**get_config("tiny").task.options, **task_options})
+    demonstrator = Demonstrator(task, Mixture(), seed=0)
+    transcripts = list(demonstrator.transcripts("train", 0, 40))
+    assert (
+        list(demonstrator.transcripts("train", 0, 3))
+        == transcripts[: len(list(demonstrator.transcripts("train", 0, 3)))]
+    )
+    answers = {"You grade": 0, "You review": 0}
+    for transcript in transcripts:
+        messages = transcript["messages"]
+        role = next((r for r in answers if messages[0]["content"].startswith(r)), None)
+        if role is None:
+            assert transcript["tools"] == list(task.tools)
+            continue
+        answers[role] += 1
+        turns = messages[1]["content"].count(" action:")
+        if role == "You grade":
+            grades = parse_grades(messages[-1]["content"], NAMES, turns)
+            assert None not in grades.scores
+        else:
+            assert parse_reflection(messages[-1]["content"], turns).retry_from < turns
+    assert all(answers.values())
+    task.close()
+    assert UNGUIDED.early > GUIDED.early
+
+
+def test_two_steps_of_the_tiny_run(task_options, tmp_path):
+    config = get_config("tiny")
+    config.task.options.update(task_options)
+    config.update(steps=2, prompts_per_step=2)
+    config.validation.num_items = 2
+    trainer = Trainer(config, tmp_path)
+    trainer.run()
+    trainer.close()
+    scalars = run_files.scalars(tmp_path)
+    for name in ("tools/valid_call_rate", "grader/parse_rate", "critic/rewards/mean"):
+        assert len(scalars[name]) == 2, name
+    assert [v["step"] for v in run_files.validations(tmp_path)] == [0, 2]
