@@ -10,7 +10,14 @@ docs/tasks/hotpotqa.md running:
 trains Qwen3-4B-Instruct-2507 for 312 steps of 64 prompts, 6 rollouts and up to 3 retries each.
 This needs hardware it has not been run on.
 
-The conditions to compare with are `hotpotqa.py:rlvr` and `hotpotqa.py:base_reflection`.
+On two CPU cores, with a small encyclopedia and the policy that comes with the package:
+
+    python -m rlds_jax.train --config=configs/hotpotqa.py:tiny --workdir=runs/hotpotqa
+
+The first run makes the encyclopedia's index, which takes some minutes.
+
+The conditions to compare with are `hotpotqa.py:rlvr` and `hotpotqa.py:base_reflection`, and
+`hotpotqa.py:tiny,rlvr` and so on at small scale.
 """
 
 from importlib import resources

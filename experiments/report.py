@@ -1,9 +1,9 @@
-"""Writes README's tables from experiments/results/*.json.
+"""Writes the tables of README and of docs/tasks/*.md from experiments/results/*.json.
 
     python -m experiments.report
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a test checks that README
-holds what this renders.
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a test checks that the pages
+hold what this renders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 from experiments.record import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+HOTPOTQA = ROOT / "docs" / "tasks" / "hotpotqa.md"
 
 
 def engine(result: dict[str, Any]) -> list[str]:
@@ -140,6 +142,63 @@ def conditions(result: dict[str, Any]) -> list[str]:
     return [*_table(columns, rows), "", f"Over the seeds of RLDS: {ranges}."]
 
 
+def hotpotqa_offline(result: dict[str, Any]) -> list[str]:
+    """What the offline encyclopedia and its questions came to."""
+    rows = [[name, str(number)] for name, number in result["questions_kept"].items()]
+    return [
+        *_table(["split and kind", "questions"], rows),
+        "",
+        f"{sum(result['questions_kept'].values())} of the {result['questions_made']} questions "
+        f"made are kept. Of {result['single_hop_queries']} single-hop queries "
+        f"{result['recall@5']:.1%} find their passage among the first 5 of "
+        f"{result['passages']} passages; the queries name what they look for.",
+    ]
+
+
+def tiny_hotpotqa(result: dict[str, Any]) -> list[str]:
+    """The measured quality of the tiny HotpotQA policy's roles."""
+    what = {
+        "success": "actor: exact match on validation questions",
+        "success_where_other_failed": "actor: exact match where another attempt failed",
+        "tools/valid_call_rate": "actor: calls that could be executed",
+        "answered": "actor: episodes that end with a boxed answer",
+        "retry_success": "retry of a failure, with guidance: exact match",
+        "grader_parsed": "grader: valid JSON, without a schema",
+        "reflector_valid": "reflector: valid reports",
+    }
+    rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
+    return _table(["the tiny policy, before RLDS", "share"], rows)
+
+
+def hotpotqa(result: dict[str, Any]) -> list[str]:
+    """One RLDS run of the tiny config: validation, validity and pivots."""
+    first, last = result["first"], result["last"]
+    what = {
+        "critic/rewards/mean": "reward in training",
+        "tools/valid_call_rate": "calls that could be executed",
+        "grader/parse_rate": "grader answers that parse",
+        "tools/calls_per_rollout": "searches per rollout",
+    }
+    rows = [[text, f"{first[name]:.3f}", f"{last[name]:.3f}"] for name, text in what.items()]
+    prefix = "subtask/hotpotqa/"
+    names = [name.removeprefix(prefix).removesuffix("/grade") for name in last if "/grade" in name]
+    graded = [
+        [name, f"{last[f'{prefix}{name}/grade']:.2f}", f"{last[f'{prefix}{name}/pivot_step']:.2f}"]
+        for name in names
+    ]
+    validations = ", ".join(
+        f"{_interval(found, '')} at step {found['step']}" for found in result["validations"]
+    )
+    return [
+        *_table(["means over a quarter of the steps", "first", "last"], rows),
+        "",
+        *_table(["subtask, last quarter", "grade", "pivot step"], graded),
+        "",
+        f"Seed {result['seed']}, {result['run_s']:.0f} s. Mean reward on "
+        f"{result['validations'][0]['n']} validation questions: {validations}.",
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "engine": engine,
     "step": step,
@@ -150,20 +209,29 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
-def render(text: str) -> str:
-    """`text` with every section that has a marker written anew.
+HOTPOTQA_SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "hotpotqa_offline": hotpotqa_offline,
+    "tiny_hotpotqa": tiny_hotpotqa,
+    "hotpotqa": hotpotqa,
+}
+PAGES = {README: SECTIONS, HOTPOTQA: HOTPOTQA_SECTIONS}
+
+
+def render(page: Path) -> str:
+    """The text of a page of PAGES with its sections written anew.
 
     Raises:
       ValueError: a section has no marker.
     """
-    for name, section in SECTIONS.items():
+    text = page.read_text()
+    for name, section in PAGES[page].items():
         record = json.loads((RESULTS / f"{name}.json").read_text())
         body = "\n".join([*section(record["result"]), "", f"`{record['command']}`"])
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
-            raise ValueError(f"README has no section {name}; add its begin and end markers")
+            raise ValueError(f"{page} has no section {name}; add its begin and end markers")
         text = f"{before}{begin}{body}\n{end}{after}"
     return text
 
@@ -183,4 +251,5 @@ def _number(value: float | None, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text()))
+    for page in PAGES:
+        page.write_text(render(page))

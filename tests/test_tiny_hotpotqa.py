@@ -7,7 +7,7 @@ import pytest
 
 from configs.hotpotqa import get_config
 from experiments.tiny_policy.hotpotqa import critics
-from experiments.tiny_policy.hotpotqa.actor import GUIDED, UNGUIDED, act, plan, query_of
+from experiments.tiny_policy.hotpotqa.actor import GUIDED, act, plan, query_of
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
 from experiments.tiny_policy.transcripts import Played
@@ -95,10 +95,8 @@ def test_scripted_answers_are_valid_and_say_the_truth(task_options):
     task = offline.offline(**{**get_config("tiny").task.options, **task_options})
     demonstrator = Demonstrator(task, Mixture(), seed=0)
     transcripts = list(demonstrator.transcripts("train", 0, 40))
-    assert (
-        list(demonstrator.transcripts("train", 0, 3))
-        == transcripts[: len(list(demonstrator.transcripts("train", 0, 3)))]
-    )
+    again = list(demonstrator.transcripts("train", 0, 3))
+    assert transcripts[: len(again)] == again
     answers = {"You grade": 0, "You review": 0}
     for transcript in transcripts:
         messages = transcript["messages"]
@@ -115,7 +113,6 @@ def test_scripted_answers_are_valid_and_say_the_truth(task_options):
             assert parse_reflection(messages[-1]["content"], turns).retry_from < turns
     assert all(answers.values())
     task.close()
-    assert UNGUIDED.early > GUIDED.early
 
 
 def test_two_steps_of_the_tiny_run(task_options, tmp_path):
