@@ -31,6 +31,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.rollout.update(max_prompt_tokens=8192, max_response_tokens=8192, temperature=1.0)
     # A judge reads prompt, guidance and response, and its own instructions, and answers. At worst
     # each rollout of the 64 groups, up to 10, and each of 128 auxiliary pairs fills a row.
-    config.engine.update(num_slots=128, max_context=20480)
+    config.engine.max_context = 20480
+    if config.engine.kind == "local":
+        config.engine.num_slots = 128
     config.batch.update(rows=8, row_length=20480, max_micro=96)
     return config.lock()
