@@ -18,6 +18,9 @@ from experiments.record import RESULTS
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 HOTPOTQA = ROOT / "docs" / "tasks" / "hotpotqa.md"
+SCIENCEWORLD = ROOT / "docs" / "tasks" / "scienceworld.md"
+
+Sections = dict[str, Callable[[dict[str, Any]], list[str]]]
 
 
 def engine(result: dict[str, Any]) -> list[str]:
@@ -232,6 +235,28 @@ def hotpotqa(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def scienceworld(result: dict[str, Any]) -> list[str]:
+    """What the simulator takes, beside the library's own step."""
+    rows = [
+        [
+            str(r["jvms"]),
+            f"{r['steps_per_second']:.0f}",
+            f"{r['ratio_to_library']:.1f}x",
+            f"{r['mib_per_jvm']:.0f}",
+        ]
+        for r in result["lean"]
+    ]
+    own, starts = result["library"], result["starts"]
+    return [
+        *_table(["JVMs at once", "steps/s", "the library's step", "MiB per JVM"], rows),
+        "",
+        f"The library's step: {own['steps_per_second']:.1f} per second, {own['mib_per_jvm']:.0f} "
+        f"MiB. A JVM starts in {starts['start_jvm_s']:.1f} s, an episode in "
+        f"{starts['start_episode_s']:.2f} s, and 30 turns of `boil` replay in "
+        f"{starts['replay_30_turns_s']:.2f} s.",
+    ]
+
+
 def engines(result: dict[str, Any]) -> list[str]:
     """The demo's validation curve by either engine."""
     columns = ["validation after step", "local engine", "vLLM", "vLLM less local"]
@@ -269,7 +294,7 @@ def sidecar(result: dict[str, Any]) -> list[str]:
     return _table(["", "local engine", f"vLLM {result['vllm']}"], rows)
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+SECTIONS: Sections = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
@@ -283,12 +308,16 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
-HOTPOTQA_SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+HOTPOTQA_SECTIONS: Sections = {
     "hotpotqa_offline": hotpotqa_offline,
     "tiny_hotpotqa": tiny_hotpotqa,
     "hotpotqa": hotpotqa,
 }
-PAGES = {README: SECTIONS, HOTPOTQA: HOTPOTQA_SECTIONS}
+PAGES: dict[Path, Sections] = {
+    README: SECTIONS,
+    HOTPOTQA: HOTPOTQA_SECTIONS,
+    SCIENCEWORLD: {"scienceworld": scienceworld},
+}
 
 
 def render(page: Path) -> str:

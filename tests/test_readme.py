@@ -1,4 +1,4 @@
-"""The figures of README and of the tasks' pages are those of experiments/results."""
+"""The figures of README and of the task pages are those of experiments/results."""
 
 import json
 
@@ -8,7 +8,7 @@ from experiments.record import RESULTS
 from experiments.report import PAGES, render
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_are_up_to_date(page):
     assert render(page) == page.read_text(), "run `python -m experiments.report`"
 
