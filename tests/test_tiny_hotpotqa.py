@@ -1,5 +1,6 @@
 """The demonstrations of the tiny HotpotQA policy, and two steps of its run."""
 
+import asyncio
 import random
 
 import datasets
@@ -10,6 +11,7 @@ from experiments.tiny_policy.hotpotqa import critics
 from experiments.tiny_policy.hotpotqa.actor import GUIDED, act, plan, query_of
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
+from experiments.tiny_policy.hotpotqa.invented import Inventor, Shelf
 from experiments.tiny_policy.transcripts import Played
 from rlds_jax import run_files
 from rlds_jax.rollouts.grading import parse_grades
@@ -74,8 +76,27 @@ def test_kinds_of_turns_and_where_a_retry_starts():
     assert [(grade.score, grade.pivot) for grade in grades] == [(5, 0), (5, 1), (5, 1), (5, 2)]
 
 
+NAMES_OF_PEOPLE = [
+    "Ada",
+    "Bea",
+    "Cleo",
+    "Dora",
+    "Edna",
+    "Fay",
+    "Gwen",
+    "Hope",
+    "Ines",
+    "Jane",
+    "Kate",
+    "Lena",
+]
 SMALL = {
-    f"P{i}": Article(f"P{i}", f"Poet ({1800 + i}–{1900 + i})", "", "People") for i in range(12)
+    "Ode to Joy": Article("Ode to Joy", "1785 poem by Anyone", "", "Arts"),
+    "Lima": Article("Lima", "Capital of Nowhere", "", "Geography"),
+    "Chad": Article("Chad", "Country in Africa", "", "Geography"),
+} | {
+    name: Article(name, f"Poet ({1800 + i}–{1900 + i})", "", "People")
+    for i, name in enumerate(NAMES_OF_PEOPLE)
 }
 
 
@@ -96,13 +117,15 @@ def test_scripted_answers_are_valid_and_say_the_truth(task_options):
     demonstrator = Demonstrator(task, Mixture(), seed=0)
     transcripts = list(demonstrator.transcripts("train", 0, 40))
     again = list(demonstrator.transcripts("train", 0, 3))
+    demonstrator.close()
     assert transcripts[: len(again)] == again
     answers = {"You grade": 0, "You review": 0}
     for transcript in transcripts:
         messages = transcript["messages"]
         role = next((r for r in answers if messages[0]["content"].startswith(r)), None)
         if role is None:
-            assert transcript["tools"] == list(task.tools)
+            bare = messages[0]["role"] == "user"
+            assert transcript.get("tools") == (None if bare else list(task.tools))
             continue
         answers[role] += 1
         turns = messages[1]["content"].count(" action:")
@@ -113,6 +136,22 @@ def test_scripted_answers_are_valid_and_say_the_truth(task_options):
             assert parse_reflection(messages[-1]["content"], turns).retry_from < turns
     assert all(answers.values())
     task.close()
+
+
+def test_an_invented_question_is_answered_by_its_shelf():
+    inventor = Inventor(SMALL, ["Who was born first, Ada or Bea?"])
+    rng = random.Random(0)
+    shelf = Shelf()
+    for _ in range(30):
+        item, shelf.passages = inventor.scene(rng)
+        question = item.data["question"]
+        assert not {"Ada", "Bea"} & {p.title for p in shelf.passages}
+        results = []
+        while (target := plan(question, results).target) is not None:
+            found = asyncio.run(shelf.search(target, 2))
+            assert target in [passage.title for passage in found]
+            results += [f"{passage.title} {passage.text}" for passage in found]
+        assert plan(question, results).answer == item.data["answers"][0]
 
 
 def test_two_steps_of_the_tiny_run(task_options, tmp_path):

@@ -22,7 +22,7 @@ _WORK = re.compile(r"In which year (?:was|did) the creator of (.+) (born|die)\?"
 _CAPITAL = re.compile(r"whose capital is (.+)\?")
 _RESULT = re.compile(r"\[\d+\] (.+)")
 _YEARS = re.compile(r"\((?:born )?(\d{4})(?:–(\d{4}))?\)")
-_CREATOR = re.compile(r"^.{0,60}? by ([^,(.\[]+)\.")
+_CREATOR = re.compile(r"^.{0,60}? by ((?:\w\. ?)*[^,(.\[]+)\.")
 _COUNTRY_OF = re.compile(r"^.{0,60}? of (?:the )?([^.\[]+)\.")
 _REGION = re.compile(r"^Country (?:located )?in (?:the )?([^.\[]+)\.")
 

