@@ -47,10 +47,7 @@ class Mixture:
 
 
 class Demonstrator:
-    """Makes transcripts question by question, all randomness from one seed.
-
-    Call `close` when done.
-    """
+    """Makes transcripts question by question, all randomness from one seed."""
 
     def __init__(self, task: HotpotQA, mixture: Mixture, seed: int):
         self._task = task
@@ -59,8 +56,6 @@ class Demonstrator:
         self._seed = seed
         validation = (item.data["question"] for item in task.items("validation"))
         self._inventor = Inventor(offline.load_articles(), validation)
-        self._shelf = Shelf()
-        self._searches = Retriever(self._shelf, cache_size=1)
 
     def transcripts(self, split, start: int, stop: int) -> Iterator[Transcript]:
         """Transcripts of questions start..stop-1; the real ones are a split's, over and over."""
@@ -71,16 +66,15 @@ class Demonstrator:
                 item = items[index % len(items)]
                 yield from self._of_item(item, self._task.environment(item), 0.0, rng)
                 continue
-            item, self._shelf.passages = self._inventor.scene(rng)
+            item, passages = self._inventor.scene(rng)
+            searches = Retriever(Shelf(passages))
             environment = HotpotQAEnvironment(
-                item.data["question"], item.data["answers"], self._searches, self._task.limits
+                item.data["question"], item.data["answers"], searches, self._task.limits
             )
             yield from self._of_item(item, environment, self._mixture.bare, rng)
+            searches.close()
             if rng.random() < self._mixture.drills:
                 yield self.drill(rng)
-
-    def close(self) -> None:
-        self._searches.close()
 
     def _of_item(
         self, item: Item, environment: HotpotQAEnvironment, bare: float, rng: random.Random

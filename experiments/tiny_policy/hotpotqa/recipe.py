@@ -43,7 +43,7 @@ class HotpotQARecipe:
             "optimizer.learning_rate": 3e-3,
         }
     )
-    items = 14_000
+    items = 10_000
 
     def config(self) -> ConfigDict:
         return get_config("tiny")
@@ -51,9 +51,7 @@ class HotpotQARecipe:
     def transcripts(
         self, task: HotpotQA, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
-        demonstrator = Demonstrator(task, Mixture(), seed)
-        yield from demonstrator.transcripts(split, start, stop)
-        demonstrator.close()
+        return Demonstrator(task, Mixture(), seed).transcripts(split, start, stop)
 
     def probes(self, task: HotpotQA) -> Sequence[EpisodeText]:
         search = '<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>'
