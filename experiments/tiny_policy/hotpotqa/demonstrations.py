@@ -36,10 +36,10 @@ class Mixture:
       from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
-    real: float = 0.15
-    bare: float = 0.5
+    real: float = 0.1
+    bare: float = 0.7
     drills: float = 0.4
-    graded: float = 0.3
+    graded: float = 0.25
     reflected: float = 0.4
     ungraded: float = 0.15
     astray: float = 0.1

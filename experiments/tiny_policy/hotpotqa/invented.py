@@ -66,13 +66,13 @@ class Scene(NamedTuple):
 
 
 class Shelf:
-    """A source of passages: those a query names, then the others in the order of the shelf."""
+    """A source of passages: those a query names, the longest titles first, then the others."""
 
     def __init__(self, passages: Sequence[Passage]):
         self._passages = passages
 
     async def search(self, query: str, top_k: int) -> tuple[Passage, ...]:
-        named = [p for p in self._passages if p.title in query]
+        named = sorted((p for p in self._passages if p.title in query), key=lambda p: -len(p.title))
         others = [p for p in self._passages if p.title not in query]
         found = (named + others)[:top_k]
         # The right passage is not always the first, as in the encyclopedia.

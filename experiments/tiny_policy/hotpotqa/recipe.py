@@ -33,7 +33,7 @@ class HotpotQARecipe:
         {
             "epochs": 1,
             "model.hidden_size": 128,
-            "model.intermediate_size": 384,
+            "model.intermediate_size": 256,
             "model.num_layers": 4,
             "model.num_heads": 4,
             "model.num_kv_heads": 4,
