@@ -166,7 +166,7 @@ def answer_of(action: str) -> str | None:
 
 
 def _search(query: str, note: str, skill: Skill, rng: random.Random) -> str:
-    call = {"name": "search", "arguments": {"query": query, "top_k": 2}}
+    call = {"name": "search", "arguments": {"query": query, "top_k": 1}}
     body = json.dumps(call, ensure_ascii=False)
     if rng.random() < skill.malformed:
         body = body.removesuffix("}")

@@ -74,9 +74,7 @@ class Shelf:
     async def search(self, query: str, top_k: int) -> tuple[Passage, ...]:
         named = sorted((p for p in self._passages if p.title in query), key=lambda p: -len(p.title))
         others = [p for p in self._passages if p.title not in query]
-        found = (named + others)[:top_k]
-        # The right passage is not always the first, as in the encyclopedia.
-        return tuple(found[::-1] if len(query) % 5 == 0 else found)
+        return (*named, *others)[:top_k]
 
     async def close(self) -> None:
         pass
