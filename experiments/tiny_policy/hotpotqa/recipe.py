@@ -38,8 +38,8 @@ class HotpotQARecipe:
             "model.num_heads": 4,
             "model.num_kv_heads": 4,
             "model.rope_theta": 300.0,
-            "batch.rows": 3,
-            "batch.row_length": 640,
+            "batch.rows": 4,
+            "batch.row_length": 512,
             "optimizer.learning_rate": 3e-3,
         }
     )
