@@ -10,7 +10,7 @@ from experiments.tiny_policy import transcripts
 from experiments.tiny_policy.hotpotqa import critics
 from experiments.tiny_policy.hotpotqa.actor import GUIDED, UNGUIDED, Skill, act
 from experiments.tiny_policy.hotpotqa.critics import Episode
-from experiments.tiny_policy.hotpotqa.invented import Inventor, Shelf
+from experiments.tiny_policy.hotpotqa.invented import Inventor, Scene, Shelf, passages_of
 from experiments.tiny_policy.transcripts import Scribe, Transcript
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
@@ -25,7 +25,8 @@ class Mixture:
     """Transcripts per question, and the shares within a role.
 
     Attributes:
-      real: share of questions from the encyclopedia; the others are invented.
+      real: share of questions from the encyclopedia, which is searched by title for them; the
+        others are invented.
       bare: share of an invented question's actor transcripts without system prompt and tools,
         which takes half the tokens.
       drills: chance that an invented question comes with a list of names to write down again.
@@ -55,23 +56,26 @@ class Demonstrator:
         self._scribe = Scribe(task)
         self._seed = seed
         validation = (item.data["question"] for item in task.items("validation"))
-        self._inventor = Inventor(offline.load_articles(), validation)
+        articles = offline.load_articles()
+        self._inventor = Inventor(articles, validation)
+        self._encyclopedia = passages_of(articles.values())
 
     def transcripts(self, split, start: int, stop: int) -> Iterator[Transcript]:
         """Transcripts of questions start..stop-1; the real ones are a split's, over and over."""
         items = self._task.items(split)
         for index in range(start, stop):
             rng = random.Random(f"{self._seed} {split} {index}")
-            if rng.random() < self._mixture.real:
-                item = items[index % len(items)]
-                yield from self._of_item(item, self._task.environment(item), 0.0, rng)
-                continue
-            item, passages = self._inventor.scene(rng)
+            real = rng.random() < self._mixture.real
+            item, passages = (
+                Scene(items[index % len(items)], self._encyclopedia)
+                if real
+                else self._inventor.scene(rng)
+            )
             searches = Retriever(Shelf(passages))
             environment = HotpotQAEnvironment(
                 item.data["question"], item.data["answers"], searches, self._task.limits
             )
-            yield from self._of_item(item, environment, self._mixture.bare, rng)
+            yield from self._of_item(item, environment, 0.0 if real else self._mixture.bare, rng)
             searches.close()
             if rng.random() < self._mixture.drills:
                 yield self.drill(rng)

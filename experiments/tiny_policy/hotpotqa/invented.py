@@ -65,6 +65,10 @@ class Scene(NamedTuple):
     passages: tuple[Passage, ...]
 
 
+def passages_of(articles: Iterable[Article]) -> tuple[Passage, ...]:
+    return tuple(Passage("", article.title, passage_text(article)) for article in articles)
+
+
 class Shelf:
     """A source of passages: those a query names, the longest titles first, then the others."""
 
@@ -109,8 +113,8 @@ class Inventor:
         if len({article.title for article in shelf}) < len(shelf):
             return self.scene(rng)
         rng.shuffle(shelf)
-        passages = tuple(Passage("", article.title, passage_text(article)) for article in shelf)
-        return Scene(Item("invented", {"question": question, "answers": [answer]}), passages)
+        item = Item("invented", {"question": question, "answers": [answer]})
+        return Scene(item, passages_of(shelf))
 
     def person(self, rng: random.Random) -> str:
         """A person's name."""

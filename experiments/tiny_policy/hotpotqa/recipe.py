@@ -43,7 +43,7 @@ class HotpotQARecipe:
             "optimizer.learning_rate": 3e-3,
         }
     )
-    items = 10_000
+    items = 5_000
 
     def config(self) -> ConfigDict:
         return get_config("tiny")
