@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ class Recipe(Protocol):
       vocabulary: most tokens, the chat tokens included.
       min_frequency: least occurrences of a merge in 2000 transcripts.
       sft: fields of configs/sft.py.
+      drill_sft: fields of configs/sft.py that differ while drilling.
       items: train items demonstrated on.
     """
 
@@ -35,6 +36,7 @@ class Recipe(Protocol):
     vocabulary: int
     min_frequency: int
     sft: Mapping[str, Any]
+    drill_sft: Mapping[str, Any]
     items: int
 
     def config(self) -> ConfigDict:
@@ -45,6 +47,10 @@ class Recipe(Protocol):
         self, task: Task, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
         """Transcripts of all roles on the items start..stop-1 of a split, in item order."""
+        ...
+
+    def drills(self, task: Task, seed: int) -> Iterable[Transcript]:
+        """What is trained on before the transcripts; nothing where these are enough."""
         ...
 
     def probes(self, task: Task) -> Sequence[EpisodeText]:

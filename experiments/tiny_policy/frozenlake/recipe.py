@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -40,6 +41,7 @@ class FrozenLakeRecipe:
             "optimizer.learning_rate": 1.5e-3,
         }
     )
+    drill_sft: Mapping[str, Any] = types.MappingProxyType({})
     items = 9_000
 
     def config(self) -> ConfigDict:
@@ -49,6 +51,9 @@ class FrozenLakeRecipe:
         self, task: FrozenLake, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
         return Demonstrator(task, Mixture(), seed).transcripts(split, start, stop)
+
+    def drills(self, task: FrozenLake, seed: int) -> Iterable[Transcript]:
+        return ()
 
     def probes(self, task: FrozenLake) -> Sequence[EpisodeText]:
         hole = ["Up", "jump", "Right", "Right"]  # past an edge and an invalid action

@@ -78,7 +78,7 @@ class Demonstrator:
             yield from self._of_item(item, environment, 0.0 if real else self._mixture.bare, rng)
             searches.close()
             if rng.random() < self._mixture.drills:
-                yield self.drill(rng)
+                yield self._inventor.drill(rng)
 
     def _of_item(
         self, item: Item, environment: HotpotQAEnvironment, bare: float, rng: random.Random
@@ -101,16 +101,6 @@ class Demonstrator:
     def _actor(self, episode: Episode, bare: float, rng: random.Random) -> Transcript:
         transcript = self._scribe.actor(episode)
         return {"messages": transcript["messages"][1:]} if rng.random() < bare else transcript
-
-    def drill(self, rng: random.Random) -> Transcript:
-        """A list of names, and the same again."""
-        names = "\n".join(self._inventor.person(rng) for _ in range(rng.randint(3, 8)))
-        return {
-            "messages": [
-                {"role": "user", "content": names},
-                {"role": "assistant", "content": names},
-            ]
-        }
 
     def grader(self, episode: Episode) -> Transcript:
         return self._scribe.grader(

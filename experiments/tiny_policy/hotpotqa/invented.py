@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from experiments.tiny_policy.transcripts import Transcript
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.hotpotqa.offline import passage_text
 from rlds_jax.tasks.hotpotqa.passages import Passage
@@ -119,6 +120,12 @@ class Inventor:
     def person(self, rng: random.Random) -> str:
         """A person's name."""
         return self._names.like(rng.choice(self._people).title, rng)
+
+    def drill(self, rng: random.Random) -> Transcript:
+        """A few names, and the same again."""
+        names = "\n".join(self.person(rng) for _ in range(rng.choice((1, 1, 2, 3))))
+        user, assistant = ({"role": role, "content": names} for role in ("user", "assistant"))
+        return {"messages": [user, assistant]}
 
     def _life(self, name: str, rng: random.Random) -> tuple[Article, re.Match[str]]:
         """An article on an invented person, and years of birth and death (or None)."""

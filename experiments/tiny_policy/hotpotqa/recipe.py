@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ml_collections import ConfigDict
 
@@ -11,10 +12,12 @@ from configs.hotpotqa import get_config
 from experiments.tiny_policy.hotpotqa import critics
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
+from experiments.tiny_policy.hotpotqa.invented import Inventor
 from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
 from rlds_jax.tasks.base import Item
+from rlds_jax.tasks.hotpotqa import offline
 from rlds_jax.tasks.hotpotqa.environment import HotpotQAEnvironment
 from rlds_jax.tasks.hotpotqa.passages import Passage
 from rlds_jax.tasks.hotpotqa.retriever import Retriever
@@ -40,6 +43,14 @@ class HotpotQARecipe:
             "model.rope_theta": 300.0,
             "batch.rows": 4,
             "batch.row_length": 512,
+            "optimizer.learning_rate": 2e-3,
+        }
+    )
+    drill_sft = types.MappingProxyType(
+        {
+            "batch.rows": 8,
+            "batch.row_length": 256,
+            "optimizer.schedule": "constant",
             "optimizer.learning_rate": 3e-3,
         }
     )
@@ -52,6 +63,13 @@ class HotpotQARecipe:
         self, task: HotpotQA, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
         return Demonstrator(task, Mixture(), seed).transcripts(split, start, stop)
+
+    def drills(self, task: HotpotQA, seed: int) -> Iterable[Transcript]:
+        """Names to write down again: short enough that copying is found in some hundred steps."""
+        validation = (item.data["question"] for item in task.items("validation"))
+        names = Inventor(offline.load_articles(), validation)
+        rng = random.Random(f"drills {seed}")
+        return (names.drill(rng) for _ in range(36_000))
 
     def probes(self, task: HotpotQA) -> Sequence[EpisodeText]:
         search = '<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>'
