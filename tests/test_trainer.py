@@ -85,7 +85,7 @@ def test_a_negative_number_is_named(field, tmp_path):
 def test_two_steps_from_the_command_line(condition, tmp_path):
     command = [sys.executable, "-m", "rlds_jax.train", f"--workdir={tmp_path}"]
     flags = [f"--config=configs/frozenlake.py:tiny,{condition}", "--config.steps=2"]
-    flags += ["--config.validation.num_items=8"]
+    flags += ["--config.prompts_per_step=4", "--config.validation.num_items=8"]
     flags += ["--config.profile_steps=2:2"] if condition == "rlvr" else []
     done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -119,7 +119,7 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
     config = frozenlake.get_config(f"tiny,{condition}")
     records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
     originals = [r for r in records if r["parent"] is None]
-    assert len(originals) == 2 * config.prompts_per_step * config.rollout.group_size
+    assert len(originals) == 2 * 4 * config.rollout.group_size
     assert {r["step"] for r in records} == {1, 2}
     assert any(r["parent"] for r in records) == (condition != "rlvr")
 
