@@ -44,7 +44,7 @@ def _tiny(config: ConfigDict) -> None:
     config.prompts_per_step = 12
     config.task.factory = "rlds_jax.tasks.hotpotqa.offline:offline"
     del config.task.options.data_path, config.task.options.retriever
-    config.task.options.update(directory="", passages=2000, result_chars=90, call_chars=400)
+    config.task.options.update(directory="", passages=2000, result_chars=160, call_chars=400)
     config.model.path = str(resources.files("rlds_jax") / "models" / "tiny_hotpotqa")
     rlvr = config.rollout.condition == "rlvr"
     config.rollout.update(
@@ -64,7 +64,7 @@ def _tiny(config: ConfigDict) -> None:
     config.engine.update(
         num_slots=12,
         max_context=1536,
-        cache_tokens=65536,
+        cache_tokens=49152,
         max_cache_bytes=2**28,
         tokens_per_dispatch=3,
         compute_dtype="float32",

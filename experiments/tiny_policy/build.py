@@ -87,7 +87,7 @@ def save_tokenizer(
     messages = itertools.chain.from_iterable(transcript["messages"] for transcript in sample)
     texts = [message["content"] for message in messages]
     texts += tool_texts(next((t["tools"] for t in transcripts if "tools" in t), ())) * len(sample)
-    tokenizer = train_tokenizer(texts, recipe.vocabulary, recipe.alone, recipe.min_frequency)
+    tokenizer = train_tokenizer(texts, recipe.vocabulary, recipe.alone)
     tokenizer.save_pretrained(directory)
     generation = {
         "do_sample": True,

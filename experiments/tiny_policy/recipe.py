@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -25,19 +26,17 @@ class Recipe(Protocol):
       directory: of the bundled policy, under rlds_jax/models.
       alone: regular expression of the texts that no merge of the tokenizer runs into.
       vocabulary: most tokens, the chat tokens included.
-      min_frequency: least occurrences of a merge in 2000 transcripts.
       sft: fields of configs/sft.py.
-      drill_sft: fields of configs/sft.py that differ while drilling.
       items: train items demonstrated on.
+      drill_sft: fields of configs/sft.py that differ while drilling.
     """
 
     directory: str
     alone: str
     vocabulary: int
-    min_frequency: int
     sft: Mapping[str, Any]
-    drill_sft: Mapping[str, Any]
     items: int
+    drill_sft: Mapping[str, Any] = types.MappingProxyType({})
 
     def config(self) -> ConfigDict:
         """The tiny config, which the policy is made for."""
@@ -51,7 +50,7 @@ class Recipe(Protocol):
 
     def drills(self, task: Task, seed: int) -> Iterable[Transcript]:
         """What is trained on before the transcripts; nothing where these are enough."""
-        ...
+        return ()
 
     def probes(self, task: Task) -> Sequence[EpisodeText]:
         """A few fixed episodes that show every kind of observation, a failure first."""

@@ -53,16 +53,12 @@ CHAT_TEMPLATE = """\
 _ROLES = ("system", "user", "assistant", "tool") * 100
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, alone: str, min_frequency: int = 0
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, alone: str) -> PreTrainedTokenizerFast:
     """Learns merges from `texts` and adds the chat tokens; `vocab_size` counts all of them.
 
     Args:
       alone: regular expression of texts that merges do not cross. It must match "<", so that none
         spells an added token such as <think>.
-      min_frequency: of a merge in the texts. Above that of a name, names keep to common syllables,
-        and those never seen look like those seen.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -75,7 +71,6 @@ def train_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(ADDED_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        min_frequency=min_frequency,
         max_token_length=200,
         show_progress=False,
     )

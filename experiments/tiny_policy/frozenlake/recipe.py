@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
@@ -12,6 +11,7 @@ from configs.frozenlake import get_config
 from experiments.tiny_policy.frozenlake import critics
 from experiments.tiny_policy.frozenlake.critics import Episode
 from experiments.tiny_policy.frozenlake.demonstrations import Demonstrator, Mixture
+from experiments.tiny_policy.recipe import Recipe
 from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
@@ -21,13 +21,12 @@ from rlds_jax.tasks.frozenlake import FrozenLake
 _BOARD = ["A D C", "D D D", "C D B"]
 
 
-class FrozenLakeRecipe:
+class FrozenLakeRecipe(Recipe):
     """See `Recipe`. A grid cell, a digit, a move and a tag are one token each."""
 
     directory = "tiny"
     alone = r" ?\b(?:[A-D]|Up|Down|Left|Right|\d)\b|\d|\n+|</?action>|</?"
     vocabulary = 1536
-    min_frequency = 0
     sft = types.MappingProxyType(
         {
             "epochs": 1,
@@ -41,7 +40,6 @@ class FrozenLakeRecipe:
             "optimizer.learning_rate": 1.5e-3,
         }
     )
-    drill_sft: Mapping[str, Any] = types.MappingProxyType({})
     items = 9_000
 
     def config(self) -> ConfigDict:
@@ -51,9 +49,6 @@ class FrozenLakeRecipe:
         self, task: FrozenLake, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
         return Demonstrator(task, Mixture(), seed).transcripts(split, start, stop)
-
-    def drills(self, task: FrozenLake, seed: int) -> Iterable[Transcript]:
-        return ()
 
     def probes(self, task: FrozenLake) -> Sequence[EpisodeText]:
         hole = ["Up", "jump", "Right", "Right"]  # past an edge and an invalid action

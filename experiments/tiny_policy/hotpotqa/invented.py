@@ -100,8 +100,8 @@ class Inventor:
         held_out |= {works[title][2] for title in held_out & works.keys()}
         free = [articles[title] for title in sorted(articles.keys() - held_out)]
         self._names = Names(article.title for article in free)
-        self._people = [article for article in free if article.life]
-        self._works = [article for article in free if article.title in works]
+        self._people = [a for a in free if a.life and "(" not in a.title]
+        self._works = [a for a in free if a.title in works and works[a.title][2] in articles]
         self._cities = [a for a in free if CAPITAL.fullmatch(a.description)]
         self._countries = [a for a in free if COUNTRY.fullmatch(a.description)]
 
@@ -123,7 +123,7 @@ class Inventor:
 
     def drill(self, rng: random.Random) -> Transcript:
         """A few names, and the same again."""
-        names = "\n".join(self.person(rng) for _ in range(rng.choice((1, 1, 2, 3))))
+        names = "\n".join(self.person(rng) for _ in range(rng.choice((1, 1, 2, 3, 5))))
         user, assistant = ({"role": role, "content": names} for role in ("user", "assistant"))
         return {"messages": [user, assistant]}
 

@@ -13,6 +13,7 @@ from experiments.tiny_policy.hotpotqa import critics
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
 from experiments.tiny_policy.hotpotqa.invented import Inventor
+from experiments.tiny_policy.recipe import Recipe
 from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
@@ -23,15 +24,17 @@ from rlds_jax.tasks.hotpotqa.passages import Passage
 from rlds_jax.tasks.hotpotqa.retriever import Retriever
 from rlds_jax.tasks.hotpotqa.task import HotpotQA
 
+_ODD_LETTERS = "|".join(rf"\p{{Lu}}\p{{L}}{{{count}}}" for count in range(1, 20, 2))
 
-class HotpotQARecipe:
-    """See `Recipe`. A digit is one token, and a capitalised word looks the same wherever it stands:
-    merges do not run into it, not even those of the space before it."""
+
+class HotpotQARecipe(Recipe):
+    """See `Recipe`. A digit is one token. A capitalised word is cut into pairs of letters, so that a
+    name never seen has the tokens of others, and few of them occur twice in a text: the next token
+    of a name then follows from its last. A space between two such words belongs to the first."""
 
     directory = "tiny_hotpotqa"
-    alone = r"\d|\n+|</?|\p{Lu}[^\W\d_]*"
-    vocabulary = 2048
-    min_frequency = 100
+    alone = rf"\d|\n+|</?|(?:\p{{Lu}}\p{{L}}?|(?<={_ODD_LETTERS})\p{{L}}{{1,2}})(?: (?=\p{{Lu}}))?"
+    vocabulary = 2560
     sft = types.MappingProxyType(
         {
             "epochs": 1,
@@ -54,7 +57,7 @@ class HotpotQARecipe:
             "optimizer.learning_rate": 3e-3,
         }
     )
-    items = 5_000
+    items = 4_000
 
     def config(self) -> ConfigDict:
         return get_config("tiny")
@@ -69,7 +72,7 @@ class HotpotQARecipe:
         validation = (item.data["question"] for item in task.items("validation"))
         names = Inventor(offline.load_articles(), validation)
         rng = random.Random(f"drills {seed}")
-        return (names.drill(rng) for _ in range(36_000))
+        return (names.drill(rng) for _ in range(26_000))
 
     def probes(self, task: HotpotQA) -> Sequence[EpisodeText]:
         search = '<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>'
