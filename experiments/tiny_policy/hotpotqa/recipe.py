@@ -46,7 +46,7 @@ class HotpotQARecipe(Recipe):
             "model.rope_theta": 300.0,
             "batch.rows": 4,
             "batch.row_length": 512,
-            "optimizer.learning_rate": 2e-3,
+            "optimizer.learning_rate": 1.5e-3,
         }
     )
     drill_sft = types.MappingProxyType(
@@ -57,7 +57,7 @@ class HotpotQARecipe(Recipe):
             "optimizer.learning_rate": 3e-3,
         }
     )
-    items = 4_000
+    items = 5_000
 
     def config(self) -> ConfigDict:
         return get_config("tiny")
@@ -72,7 +72,7 @@ class HotpotQARecipe(Recipe):
         validation = (item.data["question"] for item in task.items("validation"))
         names = Inventor(offline.load_articles(), validation)
         rng = random.Random(f"drills {seed}")
-        return (names.drill(rng) for _ in range(26_000))
+        return (names.drill(rng) for _ in range(34_000))
 
     def probes(self, task: HotpotQA) -> Sequence[EpisodeText]:
         search = '<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>'
