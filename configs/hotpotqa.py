@@ -41,7 +41,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 def _tiny(config: ConfigDict) -> None:
     config.steps = 20
-    config.prompts_per_step = 12
+    config.prompts_per_step = 8
     config.task.factory = "rlds_jax.tasks.hotpotqa.offline:offline"
     del config.task.options.data_path, config.task.options.retriever
     config.task.options.update(directory="", passages=2000, result_chars=160, call_chars=400)

@@ -16,6 +16,6 @@ def test_tables_are_up_to_date(page):
 @pytest.mark.parametrize("name", [name for sections in PAGES.values() for name in sections])
 def test_a_result_says_how_it_was_made(name):
     record = json.loads((RESULTS / f"{name}.json").read_text())
-    assert record["command"].startswith("python -m ")
+    assert record["command"].startswith("python -m experiments.")
     assert {"jax", "jaxlib", "numpy"} <= record["versions"].keys()
     assert record["machine"]

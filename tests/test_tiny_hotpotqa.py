@@ -2,9 +2,13 @@
 
 import asyncio
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import datasets
 import pytest
+from transformers import AutoTokenizer
 
 from configs.hotpotqa import get_config
 from experiments.tiny_policy.hotpotqa import critics
@@ -12,6 +16,7 @@ from experiments.tiny_policy.hotpotqa.actor import GUIDED, act, plan, query_of
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
 from experiments.tiny_policy.hotpotqa.invented import Inventor, Shelf
+from experiments.tiny_policy.recipe import bundled, load
 from experiments.tiny_policy.transcripts import Played
 from rlds_jax import run_files
 from rlds_jax.rollouts.grading import parse_grades
@@ -20,8 +25,8 @@ from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.hotpotqa import offline
 from rlds_jax.tasks.hotpotqa.questions import Article
 from rlds_jax.tasks.hotpotqa.task import SUBTASKS
-from rlds_jax.trainer import Trainer
 
+ROOT = Path(__file__).parent.parent
 NAMES = [subtask.name for subtask in SUBTASKS]
 COMPARISON = "Who was born first, Ada or Bob?"
 ADA, BOB = "Ada Poet (1815–1852). She", "Bob Actor (born 1950). He"
@@ -49,6 +54,19 @@ def test_a_region_goes_by_the_country():
     assert (
         plan(question, [*results, "Peru Country in South America. Peru"]).answer == "South America"
     )
+
+
+def test_names_are_cut_into_pairs_of_letters_that_keep_the_space_between_words():
+    tokenizer = AutoTokenizer.from_pretrained(bundled(load("hotpotqa")))
+
+    def pieces(text):
+        return [tokenizer.decode([i]) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+    assert pieces("Ada Lovelace") == ["Ad", "a ", "Lo", "ve", "la", "ce"]
+    asked = pieces('{"name": "search", "arguments": {"query": "Ada Lovelace", "top_k": 1}}')
+    start = asked.index("Ad")
+    assert asked[start : start + 6] == pieces("Ada Lovelace")
+    assert pieces("(1815–1852)") == ["(", *"1815", "–", *"1852", ")"]
 
 
 def _search(query):
@@ -139,14 +157,12 @@ def test_an_invented_question_is_answered_by_its_shelf():
         assert plan(question, results).answer == item.data["answers"][0]
 
 
-def test_two_steps_of_the_tiny_run(task_options, tmp_path):
-    config = get_config("tiny")
-    config.task.options.update(task_options)
-    config.update(steps=2, prompts_per_step=2)
-    config.validation.num_items = 2
-    trainer = Trainer(config, tmp_path)
-    trainer.run()
-    trainer.close()
+def test_two_steps_of_the_tiny_run_from_the_command_line(task_options, tmp_path):
+    command = [sys.executable, "-m", "rlds_jax.train", "--config=configs/hotpotqa.py:tiny"]
+    flags = {"steps": 2, "prompts_per_step": 2, "validation.num_items": 2}
+    flags |= {f"task.options.{name}": value for name, value in task_options.items()}
+    command += [f"--config.{name}={value}" for name, value in flags.items()]
+    subprocess.run([*command, f"--workdir={tmp_path}"], cwd=ROOT, check=True)
     scalars = run_files.scalars(tmp_path)
     for name in ("tools/valid_call_rate", "grader/parse_rate", "critic/rewards/mean"):
         assert len(scalars[name]) == 2, name

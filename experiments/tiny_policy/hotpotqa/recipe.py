@@ -28,9 +28,9 @@ _ODD_LETTERS = "|".join(rf"\p{{Lu}}\p{{L}}{{{count}}}" for count in range(1, 20,
 
 
 class HotpotQARecipe(Recipe):
-    """See `Recipe`. A digit is one token. A capitalised word is cut into pairs of letters, so that a
-    name never seen has the tokens of others, and few of them occur twice in a text: the next token
-    of a name then follows from its last. A space between two such words belongs to the first."""
+    """See `Recipe`. A digit is one token. A capitalised word is cut into pairs of letters: a name
+    never seen has the tokens of others, and few of them occur twice in a text, so that the next
+    token of a name follows from its last. A space between two such words belongs to the first."""
 
     directory = "tiny_hotpotqa"
     alone = rf"\d|\n+|</?|(?:\p{{Lu}}\p{{L}}?|(?<={_ODD_LETTERS})\p{{L}}{{1,2}})(?: (?=\p{{Lu}}))?"
