@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.tiny_policy.manifest import MANIFEST, formats
-from experiments.tiny_policy.recipe import TASKS, Recipe, bundled, load
+from experiments.tiny_policy.recipe import TASKS, Drilled, Recipe, bundled, load
 from experiments.tiny_policy.tokenizer import tool_texts, train_tokenizer
 from experiments.tiny_policy.transcripts import Transcript
 from rlds_jax.play import make_task
@@ -50,11 +50,10 @@ def main() -> None:
     write_jsonl(work / "validation.jsonl", validation)
     save_tokenizer(recipe, train, work / "tokenizer", args.seed)
     start = {**recipe.sft, "tokenizer": work / "tokenizer", "seed": args.seed}
-    drills = list(recipe.drills(task, args.seed))
-    if drills:
+    if isinstance(recipe, Drilled):
         first = work / "drills"
         first.mkdir()
-        write_jsonl(first / "train.jsonl", drills)
+        write_jsonl(first / "train.jsonl", recipe.drills(task, args.seed))
         fine_tune(first, {**start, **recipe.drill_sft})
         start["init"] = first / "model"
     fine_tune(work, {**start, "validation": work / "validation.jsonl"})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ml_collections import ConfigDict
 
@@ -28,7 +27,6 @@ class Recipe(Protocol):
       vocabulary: most tokens, the chat tokens included.
       sft: fields of configs/sft.py.
       items: train items demonstrated on.
-      drill_sft: fields of configs/sft.py that differ while drilling.
     """
 
     directory: str
@@ -36,7 +34,6 @@ class Recipe(Protocol):
     vocabulary: int
     sft: Mapping[str, Any]
     items: int
-    drill_sft: Mapping[str, Any] = types.MappingProxyType({})
 
     def config(self) -> ConfigDict:
         """The tiny config, which the policy is made for."""
@@ -47,10 +44,6 @@ class Recipe(Protocol):
     ) -> Iterator[Transcript]:
         """Transcripts of all roles on the items start..stop-1 of a split, in item order."""
         ...
-
-    def drills(self, task: Task, seed: int) -> Iterable[Transcript]:
-        """What is trained on before the transcripts; nothing where these are enough."""
-        return ()
 
     def probes(self, task: Task) -> Sequence[EpisodeText]:
         """A few fixed episodes that show every kind of observation, a failure first."""
@@ -66,6 +59,21 @@ class Recipe(Protocol):
 
     def retry_step(self, episode: Any) -> int:
         """The step that the scripted reflector sends a replayed failure back to."""
+        ...
+
+
+@runtime_checkable
+class Drilled(Protocol):
+    """A recipe whose policy is trained on something simpler before its transcripts.
+
+    Attributes:
+      drill_sft: fields of configs/sft.py that differ meanwhile.
+    """
+
+    drill_sft: Mapping[str, Any]
+
+    def drills(self, task: Any, seed: int) -> Iterable[Transcript]:
+        """What it is trained on first."""
         ...
 
 

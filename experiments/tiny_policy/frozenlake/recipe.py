@@ -11,7 +11,6 @@ from configs.frozenlake import get_config
 from experiments.tiny_policy.frozenlake import critics
 from experiments.tiny_policy.frozenlake.critics import Episode
 from experiments.tiny_policy.frozenlake.demonstrations import Demonstrator, Mixture
-from experiments.tiny_policy.recipe import Recipe
 from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
@@ -21,7 +20,7 @@ from rlds_jax.tasks.frozenlake import FrozenLake
 _BOARD = ["A D C", "D D D", "C D B"]
 
 
-class FrozenLakeRecipe(Recipe):
+class FrozenLakeRecipe:
     """See `Recipe`. A grid cell, a digit, a move and a tag are one token each."""
 
     directory = "tiny"

@@ -13,7 +13,6 @@ from experiments.tiny_policy.hotpotqa import critics
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
 from experiments.tiny_policy.hotpotqa.invented import Inventor
-from experiments.tiny_policy.recipe import Recipe
 from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
@@ -27,10 +26,11 @@ from rlds_jax.tasks.hotpotqa.task import HotpotQA
 _ODD_LETTERS = "|".join(rf"\p{{Lu}}\p{{L}}{{{count}}}" for count in range(1, 20, 2))
 
 
-class HotpotQARecipe(Recipe):
-    """See `Recipe`. A digit is one token. A capitalised word is cut into pairs of letters: a name
-    never seen has the tokens of others, and few of them occur twice in a text, so that the next
-    token of a name follows from its last. A space between two such words belongs to the first."""
+class HotpotQARecipe:
+    """See `Recipe` and `Drilled`. A digit is one token. A capitalised word is cut into pairs of
+    letters: a name never seen has the tokens of others, and few of them occur twice in a text, so
+    that the next token of a name follows from its last. A space between two such words belongs to
+    the first."""
 
     directory = "tiny_hotpotqa"
     alone = rf"\d|\n+|</?|(?:\p{{Lu}}\p{{L}}?|(?<={_ODD_LETTERS})\p{{L}}{{1,2}})(?: (?=\p{{Lu}}))?"
