@@ -96,7 +96,9 @@ def test_kinds_of_turns_and_where_a_retry_starts():
 
 PEOPLE = ["Ada", "Bea", "Cleo", "Dora", "Edna", "Fay", "Gwen", "Hope", "Ines", "Jane"]
 SMALL = {
-    "Ode to Joy": Article("Ode to Joy", "1785 poem by Anyone", "", "Arts"),
+    **{
+        f"Ode {i}": Article(f"Ode {i}", f"178{i} poem by {PEOPLE[i]}", "", "Arts") for i in range(4)
+    },
     "Lima": Article("Lima", "Capital of Nowhere", "", "Geography"),
     "Chad": Article("Chad", "Country in Africa", "", "Geography"),
 } | {

@@ -130,7 +130,7 @@ def passage_text(article: Article) -> str:
         return text
     cut = text[:_CHARACTERS]
     sentence = cut.rfind(". ") + 1
-    return cut[:sentence] if sentence > _CHARACTERS // 2 else cut.rpartition(" ")[0]
+    return cut[:sentence] if sentence > _CHARACTERS // 2 else cut.rpartition(" ")[0].rstrip()
 
 
 def _corpus(
