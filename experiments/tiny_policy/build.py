@@ -16,12 +16,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from experiments.tiny_policy.manifest import MANIFEST, formats
-from experiments.tiny_policy.recipe import TASKS, Recipe, bundled, load
-from experiments.tiny_policy.tokenizer import train_tokenizer
+from experiments.tiny_policy.recipe import TASKS, Drilled, Recipe, bundled, load
+from experiments.tiny_policy.tokenizer import tool_texts, train_tokenizer
 from experiments.tiny_policy.transcripts import Transcript
 from rlds_jax.play import make_task
 
@@ -48,7 +49,14 @@ def main() -> None:
     validation = recipe.transcripts(task, "validation", 0, 100, args.seed)
     write_jsonl(work / "validation.jsonl", validation)
     save_tokenizer(recipe, train, work / "tokenizer", args.seed)
-    fine_tune(recipe, work, args.seed)
+    start = {**recipe.sft, "tokenizer": work / "tokenizer", "seed": args.seed}
+    if isinstance(recipe, Drilled):
+        first = work / "drills"
+        first.mkdir()
+        write_jsonl(first / "train.jsonl", recipe.drills(task, args.seed))
+        fine_tune(first, {**start, **recipe.drill_sft})
+        start["init"] = first / "model"
+    fine_tune(work, {**start, "validation": work / "validation.jsonl"})
     publish(work / "model", out)
     manifest = {
         "formats": formats(recipe, task, out),
@@ -76,7 +84,8 @@ def save_tokenizer(
     """Learns the tokenizer on a sample of the transcripts, and writes it with generation config."""
     sample = random.Random(seed).sample(transcripts, min(2000, len(transcripts)))
     messages = itertools.chain.from_iterable(transcript["messages"] for transcript in sample)
-    texts = (message["content"] for message in messages)
+    texts = [message["content"] for message in messages]
+    texts += tool_texts(next((t["tools"] for t in transcripts if "tools" in t), ())) * len(sample)
     tokenizer = train_tokenizer(texts, recipe.vocabulary, recipe.alone)
     tokenizer.save_pretrained(directory)
     generation = {
@@ -88,17 +97,11 @@ def save_tokenizer(
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def fine_tune(recipe: Recipe, work: Path, seed: int) -> None:
-    """Runs `python -m rlds_jax.sft`, which leaves work/model."""
-    settings = {
-        **recipe.sft,
-        "train": work / "train.jsonl",
-        "validation": work / "validation.jsonl",
-        "tokenizer": work / "tokenizer",
-        "seed": seed,
-    }
+def fine_tune(work: Path, settings: Mapping[str, Any]) -> None:
+    """Runs `python -m rlds_jax.sft` on work/train.jsonl, which leaves work/model."""
     command = [sys.executable, "-m", "rlds_jax.sft", "--config=configs/sft.py", f"--workdir={work}"]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
+    command.append(f"--config.train={work / 'train.jsonl'}")
     subprocess.run(command, check=True)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ml_collections import ConfigDict
 
@@ -15,7 +15,7 @@ from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
 from rlds_jax.tasks.base import Item, Task
 
-TASKS = ("frozenlake",)
+TASKS = ("frozenlake", "hotpotqa")
 
 
 class Recipe(Protocol):
@@ -24,7 +24,7 @@ class Recipe(Protocol):
     Attributes:
       directory: of the bundled policy, under rlds_jax/models.
       alone: regular expression of the texts that no merge of the tokenizer runs into.
-      vocabulary: tokens, the chat tokens included.
+      vocabulary: most tokens, the chat tokens included.
       sft: fields of configs/sft.py.
       items: train items demonstrated on.
     """
@@ -59,6 +59,21 @@ class Recipe(Protocol):
 
     def retry_step(self, episode: Any) -> int:
         """The step that the scripted reflector sends a replayed failure back to."""
+        ...
+
+
+@runtime_checkable
+class Drilled(Protocol):
+    """A recipe whose policy is trained on something simpler before its transcripts.
+
+    Attributes:
+      drill_sft: fields of configs/sft.py that differ meanwhile.
+    """
+
+    drill_sft: Mapping[str, Any]
+
+    def drills(self, task: Any, seed: int) -> Iterable[Transcript]:
+        """What it is trained on first."""
         ...
 
 

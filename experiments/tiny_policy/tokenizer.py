@@ -6,7 +6,9 @@ policy few tokens. What a recipe sets apart (`Recipe.alone`) stands alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -87,3 +89,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, alone: str) -> PreTra
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )
+
+
+def tool_texts(tools: Sequence[Any]) -> list[str]:
+    """The texts between added tokens that the template writes about tools; none without tools."""
+    if not tools:
+        return []
+    blank = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE
+    )
+    rendered = blank.apply_chat_template(
+        [{"role": "system", "content": ""}], tools=list(tools), tokenize=False
+    )
+    assert isinstance(rendered, str)
+    return [text for text in re.split("|".join(map(re.escape, ADDED_TOKENS)), rendered) if text]

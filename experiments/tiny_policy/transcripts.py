@@ -106,7 +106,9 @@ class Scribe:
                 for subtask, grade in zip(self._task.subtasks, grades, strict=True)
             ],
         }
-        return {"messages": [*prompt, _message("assistant", json.dumps(answer))]}
+        return {
+            "messages": [*prompt, _message("assistant", json.dumps(answer, ensure_ascii=False))]
+        }
 
     def reflector(
         self,
@@ -132,7 +134,9 @@ class Scribe:
             "improvement_suggestion": suggestion,
             "retry_from_step": retry_step,
         }
-        return {"messages": [*prompt, _message("assistant", json.dumps(answer))]}
+        return {
+            "messages": [*prompt, _message("assistant", json.dumps(answer, ensure_ascii=False))]
+        }
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -16,14 +16,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-_LIFE = re.compile(r"\((?:born )?(\d{4})(?:–(\d{4}))?\)$")
-_WORK = re.compile(r"(.+?) by ([^,(]+)$")
-_CAPITAL = re.compile(
+LIFE = re.compile(r"\((?:born )?(\d{4})(?:–(\d{4}))?\)$")
+WORK = re.compile(r"(.+?) by ([^,(]+)$")
+CAPITAL = re.compile(
     r"(?:Federal )?capital(?: city)?(?: and (?:the )?(?:largest|most populous) city)?"
     r" of (?:the )?(.+)",
     re.IGNORECASE,
 )
-_COUNTRY = re.compile(r"Country in (?:the )?(.+)")
+COUNTRY = re.compile(r"Country in (?:the )?(.+)")
 _VALIDATION_SHARE = 0.2
 
 
@@ -38,7 +38,7 @@ class Article(NamedTuple):
     @property
     def life(self) -> re.Match[str] | None:
         """Years of birth and death (or None), where it is a person and they are known."""
-        return _LIFE.search(self.description) if self.topic == "People" else None
+        return LIFE.search(self.description) if self.topic == "People" else None
 
 
 class Hop(NamedTuple):
@@ -71,14 +71,14 @@ def make_questions(
     works = [
         (article, match)
         for article in articles.values()
-        if (match := _WORK.fullmatch(article.description)) and match[2] in lives
+        if (match := WORK.fullmatch(article.description)) and match[2] in lives
     ]
     capitals = [
         (article, match[1])
         for article in articles.values()
-        if (match := _CAPITAL.fullmatch(article.description))
+        if (match := CAPITAL.fullmatch(article.description))
         and match[1] in articles
-        and _COUNTRY.fullmatch(articles[match[1]].description)
+        and COUNTRY.fullmatch(articles[match[1]].description)
     ]
     owners = sorted({match[2] for _, match in works} | {country for _, country in capitals})
     people = sorted(set(lives) - set(owners))
@@ -120,7 +120,7 @@ def _regions(
 ) -> list[Question]:
     made = []
     for city, country in capitals:
-        region = _COUNTRY.fullmatch(articles[country].description)
+        region = COUNTRY.fullmatch(articles[country].description)
         assert region is not None
         text = f"In which part of the world is the country whose capital is {city.title}?"
         hops = (Hop(f"{city.title}, capital city", city.title), Hop(f"{country}, country", country))

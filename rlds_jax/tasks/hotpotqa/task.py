@@ -127,9 +127,13 @@ class HotpotQA:
             item.data["question"],
             item.data["answers"],
             self.searches,
-            Limits(self.max_turns, self.max_parallel_calls, self.result_chars, self.call_chars),
+            self.limits,
             self.strict_yes_no,
         )
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_turns, self.max_parallel_calls, self.result_chars, self.call_chars)
 
     def close(self) -> None:
         if "searches" in vars(self):
