@@ -1,6 +1,6 @@
-"""Builds the bundled tiny policy: demonstrations, tokenizer, supervised training, manifest.
+"""Builds a bundled tiny policy: demonstrations, tokenizer, supervised training, manifest.
 
-    python -m experiments.tiny_policy.build --out=rlds_jax/models/tiny
+    python -m experiments.tiny_policy.build --task=frozenlake
 
 Everything follows from --seed. See README.md for what it takes and what comes out.
 """
@@ -19,67 +19,65 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from experiments.tiny_policy.demonstrations import Demonstrator, Messages, Mixture, tiny_task
 from experiments.tiny_policy.manifest import MANIFEST, formats
+from experiments.tiny_policy.recipe import TASKS, Recipe, bundled, load
 from experiments.tiny_policy.tokenizer import train_tokenizer
-
-VOCABULARY = 1536
-SFT = {
-    "epochs": 1,
-    "model.hidden_size": 128,
-    "model.intermediate_size": 384,
-    "model.num_layers": 4,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.rope_theta": 300.0,
-    "batch.rows": 8,
-    "optimizer.learning_rate": 1.5e-3,
-}
+from experiments.tiny_policy.transcripts import Transcript
+from rlds_jax.play import make_task
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
-    parser.add_argument("--work", type=Path, default=Path("runs/tiny_policy"))
-    parser.add_argument("--items", type=int, default=9_000, help="train items demonstrated on")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--out", type=Path, help="model directory to write; the bundled one")
+    parser.add_argument("--work", type=Path, help="runs/tiny_policy/TASK")
+    parser.add_argument("--items", type=int, help="train items demonstrated on; the recipe's")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     started = time.time()
-    shutil.rmtree(args.work, ignore_errors=True)
-    args.work.mkdir(parents=True)
-    demonstrator = Demonstrator(tiny_task(), Mixture(), args.seed)
-    train = list(demonstrator.transcripts("train", 0, args.items))
-    write_jsonl(args.work / "train.jsonl", train)
-    validation = demonstrator.transcripts("validation", 0, 100)
-    write_jsonl(args.work / "validation.jsonl", validation)
-    save_tokenizer(train, args.work / "tokenizer", args.seed)
-    fine_tune(args.work, args.seed)
-    publish(args.work / "model", args.out)
+    recipe = load(args.task)
+    out = args.out or bundled(recipe)
+    work = args.work or Path("runs/tiny_policy") / args.task
+    items = args.items or recipe.items
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    task = make_task(recipe.config().task)
+    train = list(recipe.transcripts(task, "train", 0, items, args.seed))
+    write_jsonl(work / "train.jsonl", train)
+    validation = recipe.transcripts(task, "validation", 0, 100, args.seed)
+    write_jsonl(work / "validation.jsonl", validation)
+    save_tokenizer(recipe, train, work / "tokenizer", args.seed)
+    fine_tune(recipe, work, args.seed)
+    publish(work / "model", out)
     manifest = {
-        "formats": formats(args.out),
+        "formats": formats(recipe, task, out),
         "seed": args.seed,
-        "items": args.items,
+        "items": items,
         "transcripts": len(train),
-        "model_bytes": sum(path.stat().st_size for path in args.out.iterdir()),
+        "model_bytes": sum(path.stat().st_size for path in out.iterdir()),
         "seconds": round(time.time() - started),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "tokenizers")},
     }
-    (args.out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    print(f"built {args.out} in {manifest['seconds']} s")
+    task.close()
+    (out / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    print(f"built {out} in {manifest['seconds']} s")
 
 
-def write_jsonl(path: Path, transcripts: Iterable[Messages]) -> None:
+def write_jsonl(path: Path, transcripts: Iterable[Transcript]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for messages in transcripts:
-            file.write(json.dumps({"messages": messages}) + "\n")
+        for transcript in transcripts:
+            file.write(json.dumps(transcript) + "\n")
 
 
-def save_tokenizer(transcripts: list[Messages], directory: Path, seed: int) -> None:
+def save_tokenizer(
+    recipe: Recipe, transcripts: list[Transcript], directory: Path, seed: int
+) -> None:
     """Learns the tokenizer on a sample of the transcripts, and writes it with generation config."""
     sample = random.Random(seed).sample(transcripts, min(2000, len(transcripts)))
-    texts = (message["content"] for message in itertools.chain.from_iterable(sample))
-    tokenizer = train_tokenizer(texts, VOCABULARY)
+    messages = itertools.chain.from_iterable(transcript["messages"] for transcript in sample)
+    texts = (message["content"] for message in messages)
+    tokenizer = train_tokenizer(texts, recipe.vocabulary, recipe.alone)
     tokenizer.save_pretrained(directory)
     generation = {
         "do_sample": True,
@@ -90,9 +88,10 @@ def save_tokenizer(transcripts: list[Messages], directory: Path, seed: int) -> N
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def fine_tune(work: Path, seed: int) -> None:
+def fine_tune(recipe: Recipe, work: Path, seed: int) -> None:
     """Runs `python -m rlds_jax.sft`, which leaves work/model."""
-    settings = SFT | {
+    settings = {
+        **recipe.sft,
         "train": work / "train.jsonl",
         "validation": work / "validation.jsonl",
         "tokenizer": work / "tokenizer",

@@ -1,8 +1,8 @@
 """Measures a tiny policy in its three roles with the real engine and the real rollouts.
 
-    python -m experiments.tiny_policy.evaluate --model=rlds_jax/models/tiny
+    python -m experiments.tiny_policy.evaluate --task=frozenlake
 
-Every validation board is played twice; every failure is reflected on and retried, and the board's
+Every validation item is played twice; every failure is reflected on and retried, and the item's
 other attempt tells what a retry without guidance would do. Grades and pivots are compared with the
 scripted grader's, which follow from the true log.
 """
@@ -15,57 +15,52 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from configs.frozenlake import get_config
-from experiments.tiny_policy import critics
-from experiments.tiny_policy.critics import Episode
-from experiments.tiny_policy.demonstrations import tiny_task
+from experiments.tiny_policy.recipe import TASKS, Recipe, bundled, load
 from rlds_jax.models import weights
-from rlds_jax.rollouts.chat import ChatFormat
-from rlds_jax.rollouts.config import RolloutConfig
-from rlds_jax.rollouts.context import RolloutContext
-from rlds_jax.rollouts.engines.local import LocalEngine
+from rlds_jax.play import make_context, make_task
 from rlds_jax.rollouts.group import run_groups
-from rlds_jax.rollouts.prompts import Prompts
 from rlds_jax.rollouts.types import GroupResult, Trajectory
-from rlds_jax.tasks.base import Item
-from rlds_jax.tasks.frozenlake import SUBTASKS, FrozenLake
+from rlds_jax.tasks.base import Item, Task
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--items", type=int, default=300, help="validation boards")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="frozenlake")
+    parser.add_argument("--model", type=Path, help="model directory; the bundled one")
+    parser.add_argument("--items", type=int, default=300, help="validation items")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", type=int, default=0, help="print the texts of so many boards")
+    parser.add_argument("--show", type=int, default=0, help="print the texts of so many items")
     args = parser.parse_args()
-    task = tiny_task()
+    recipe = load(args.task)
+    task = make_task(recipe.config().task)
     items = task.items("validation")[: args.items]
-    groups = rollouts(args.model, task, items, args.seed)
+    groups = rollouts(recipe, args.model or bundled(recipe), task, items, args.seed)
     for group in groups[: args.show]:
         print_texts(group)
-    print(json.dumps(quality(task, items, groups), indent=2))
+    print(json.dumps(quality(recipe, task, items, groups), indent=2))
+    task.close()
 
 
-def rollouts(model: Path, task: FrozenLake, items: Sequence[Item], seed: int) -> list[GroupResult]:
+def rollouts(
+    recipe: Recipe, model: Path, task: Task, items: Sequence[Item], seed: int
+) -> list[GroupResult]:
     """Two originals per item, their grades, and the retry of every failure."""
-    config = get_config("tiny")
-    every_failure = {"group_size": 2, "retry_budget": 2, "retry_fraction": 1.0}
-    rollout = RolloutConfig(**{**config.rollout, **every_failure})
-    model_config, params = weights.load(model)
-    engine = LocalEngine(params, model_config, **config.engine)
-    chat = ChatFormat.from_directory(model, (task.observation_role,))
-    context = RolloutContext(task, engine, chat, Prompts(), rollout, run_seed=seed)
+    config = recipe.config().unlock()
+    config.rollout.update(group_size=2, retry_budget=2, retry_fraction=1.0)
+    config.seed = seed
+    context = make_context(config, task, model, *weights.load(model))
     try:
         return asyncio.run(run_groups(context, items, step=0))
     finally:
-        engine.close()
+        context.engine.close()
 
 
 def quality(
-    task: FrozenLake, items: Sequence[Item], groups: Sequence[GroupResult]
+    recipe: Recipe, task: Task, items: Sequence[Item], groups: Sequence[GroupResult]
 ) -> dict[str, float]:
     """Success, validity and agreement with the true log, as shares of what they count."""
     pairs = [(i, t) for i, g in zip(items, groups, strict=True) for t in g.trajectories]
@@ -85,42 +80,24 @@ def quality(
         "grader_parsed": _mean(j.error is None for j in judged if j.role == "grader"),
         "reflector_valid": _mean(j.error is None for j in judged if j.role == "reflector"),
         "turns": _mean(len(t.turns) for t in originals),
-        "invalid_actions": _mean(t.metrics["invalid_actions"] for t in originals),
     }
-    truth = [(t, replay(task, item, t)) for item, t in pairs]
+    for name in sorted({name for t in originals for name in t.metrics}):
+        measured[name] = _mean(t.metrics[name] for t in originals if name in t.metrics)
+    truth = [(t, recipe.replay(task, item, t)) for item, t in pairs]
     retried = {t.parent: t.retry_from for t in retries}
     measured["retry_step_agreement"] = _mean(
-        retried[t.uid] == critics.retry_step(e) for t, e in truth if t.uid in retried
+        retried[t.uid] == recipe.retry_step(e) for t, e in truth if t.uid in retried
     )
-    return measured | agreement(truth)
+    return measured | agreement(recipe, task, truth)
 
 
-def replay(task: FrozenLake, item: Item, trajectory: Trajectory) -> Episode:
-    """The episode of a trajectory with its true log, by playing its turns again."""
-    environment = task.environment(item)
-
-    async def run() -> None:
-        await environment.reset()
-        for turn in trajectory.turns:
-            await environment.step(turn.action)
-
-    asyncio.run(run())
-    return Episode(
-        environment.board,
-        task.max_turns,
-        trajectory.initial_observation,
-        trajectory.turns,
-        tuple(environment.log),
-        trajectory.reward,
-        trajectory.ended_by,
-    )
-
-
-def agreement(truth: Sequence[tuple[Trajectory, Episode]]) -> dict[str, float]:
+def agreement(
+    recipe: Recipe, task: Task, truth: Sequence[tuple[Trajectory, Any]]
+) -> dict[str, float]:
     """Per subtask: shares of equal scores and of equal pivots."""
-    graded = [(t.grades, t.pivots, critics.grade(e)) for t, e in truth if t.grades and t.pivots]
+    graded = [(t.grades, t.pivots, recipe.grade(e)) for t, e in truth if t.grades and t.pivots]
     measured = {}
-    for k, subtask in enumerate(SUBTASKS):
+    for k, subtask in enumerate(task.subtasks):
         given = [(scores[k], pivots[k], true[k]) for scores, pivots, true in graded]
         name = subtask.name
         measured[f"{name}/score"] = _mean(score == true.score for score, _, true in given)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
-from experiments.tiny_policy.demonstrations import tiny_task
+from experiments.tiny_policy.recipe import Recipe
 from experiments.tiny_policy.tokenizer import CHAT_TEMPLATE
-from rlds_jax.rollouts.prompts import Prompts
-from rlds_jax.rollouts.types import Turn
-from rlds_jax.tasks.base import Item
-from rlds_jax.tasks.frozenlake import FrozenLake
+from rlds_jax.rollouts.prompts import EpisodeText, Prompts
+from rlds_jax.tasks.base import Task
 
 MANIFEST = "manifest.json"
-REBUILD = "python -m experiments.tiny_policy.build --out=rlds_jax/models/tiny"
-_BOARD = ["A D C", "D D D", "C D B"]
 
 
-def formats(directory: Path) -> dict[str, str]:
+def formats(recipe: Recipe, task: Task, directory: Path) -> dict[str, str]:
     """Hashes of everything the policy in `directory` is used to seeing, by what they cover."""
-    task = tiny_task()
-    hole = ["Up", "jump", "Right", "Right"]  # past an edge and an invalid action
-    goal = ["Down", "Right", "Right", "Down"]
-    episodes = [_play(task, moves) for moves in (hole, goal, ["Up"] * task.max_turns)]
+    episodes = recipe.probes(task)
     prompts = Prompts()
+    k = len(task.subtasks)
     return {
         "prompts": _digest(
             task.system_prompt(),
@@ -34,36 +28,22 @@ def formats(directory: Path) -> dict[str, str]:
             dataclasses.asdict(prompts),
             [prompts.grader_messages(task.subtasks, episode) for episode in episodes],
             prompts.reflector_messages(task.subtasks, episodes[0]),
-            prompts.reflector_messages(task.subtasks, episodes[0], grades=[1] * 5, pivots=[2] * 5),
+            prompts.reflector_messages(task.subtasks, episodes[0], grades=[1] * k, pivots=[2] * k),
+            *task.tools,
         ),
-        "observations": _digest([dataclasses.asdict(episode) for episode in episodes]),
+        "observations": _digest([_shown(episode) for episode in episodes]),
         "template": _digest(CHAT_TEMPLATE),
         "tokenizer": _digest((directory / "tokenizer.json").read_text(encoding="utf-8")),
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Episode:
-    initial_observation: str
-    turns: tuple[Turn, ...]
-    reward: float
-    ended_by: str
-
-
-def _play(task: FrozenLake, moves: list[str]) -> _Episode:
-    environment = task.environment(Item("manifest", {"board": _BOARD}))
-
-    async def run() -> _Episode:
-        initial = await environment.reset()
-        turns = []
-        for move in moves:
-            action = f"<action>{move}</action>"
-            result = await environment.step(action)
-            turns.append(Turn(action, result.observation))
-        assert result.ended_by is not None
-        return _Episode(initial, tuple(turns), result.reward, result.ended_by)
-
-    return asyncio.run(run())
+def _shown(episode: EpisodeText) -> dict[str, Any]:
+    return {
+        "initial_observation": episode.initial_observation,
+        "turns": list(episode.turns),
+        "reward": episode.reward,
+        "ended_by": episode.ended_by,
+    }
 
 
 def _digest(*parts) -> str:

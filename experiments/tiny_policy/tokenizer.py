@@ -1,7 +1,7 @@
 """A small byte-level BPE tokenizer with Qwen's chat tokens and a ChatML template.
 
 Merges may run over several words of a line, so that the fixed wording of prompts costs a small
-policy few tokens. What varies stands alone, one token each: a grid cell, a digit, a move, a tag.
+policy few tokens. What a recipe sets apart (`Recipe.alone`) stands alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ ADDED_TOKENS = {
     "<think>": False,
     "</think>": False,
 }
-
-# The last alternative keeps merges from spelling an added token such as <think>.
-_ALONE = r" ?\b(?:[A-D]|Up|Down|Left|Right|\d)\b|\d|\n+|</?action>|</?"
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -54,12 +51,17 @@ CHAT_TEMPLATE = """\
 _ROLES = ("system", "user", "assistant", "tool") * 100
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learns merges from `texts` and adds the chat tokens; `vocab_size` counts all of them."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, alone: str) -> PreTrainedTokenizerFast:
+    """Learns merges from `texts` and adds the chat tokens; `vocab_size` counts all of them.
+
+    Args:
+      alone: regular expression of texts that merges do not cross. It must match "<", so that none
+        spells an added token such as <think>.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_ALONE), behavior="isolated"),
+            pre_tokenizers.Split(Regex(alone), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
-from experiments.tiny_policy.actor import hole_nearby, safe_route, stated_cell
+from experiments.tiny_policy.frozenlake.actor import hole_nearby, safe_route, stated_cell
+from experiments.tiny_policy.transcripts import Grade, Played
 from rlds_jax.rollouts.types import Turn
-from rlds_jax.tasks.frozenlake import SUBTASKS, Board, LoggedTurn
+from rlds_jax.tasks.frozenlake import Board, FrozenLakeEnvironment, LoggedTurn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,19 @@ class Episode:
     reward: float
     ended_by: str
 
+    @classmethod
+    def of(cls, played: Played, environment: FrozenLakeEnvironment, max_turns: int) -> Episode:
+        """The episode that was played in an environment."""
+        return cls(
+            board=environment.board,
+            max_turns=max_turns,
+            initial_observation=played.initial_observation,
+            turns=played.turns,
+            log=tuple(environment.log),
+            reward=played.reward,
+            ended_by=played.ended_by,
+        )
+
     @property
     def success(self) -> bool:
         return self.ended_by == "goal"
@@ -35,13 +48,6 @@ class Episode:
         return "success" if len(self.log) == shortest else "success_but_inefficient"
 
 
-@dataclasses.dataclass(frozen=True)
-class Grade:
-    score: int
-    pivot: int | None
-    assessment: str
-
-
 def grade(episode: Episode) -> tuple[Grade, ...]:
     """A grade per subtask, in the order of `SUBTASKS`."""
     return (
@@ -50,26 +56,6 @@ def grade(episode: Episode) -> tuple[Grade, ...]:
         _state_position_tracking(episode),
         _dead_end_detection(episode),
         _boundary_awareness(episode),
-    )
-
-
-def grader_answer(episode: Episode) -> str:
-    """The grader's JSON."""
-    grades = [
-        {
-            "sub_task": subtask.name,
-            "score": entry.score,
-            "assessment": entry.assessment,
-            "pivot_step": entry.pivot,
-        }
-        for subtask, entry in zip(SUBTASKS, grade(episode), strict=True)
-    ]
-    return json.dumps(
-        {
-            "trajectory_outcome": episode.outcome,
-            "root_cause_analysis": root_cause(episode),
-            "sub_task_grades": grades,
-        }
     )
 
 
@@ -86,25 +72,21 @@ def diagnosis(episode: Episode) -> str:
     return f"{root_cause(episode)} {rule}"
 
 
-def suggestion(episode: Episode, route: Sequence[str]) -> str:
-    """What the reflector says to do: the way on from `retry_step`."""
+def suggestion(episode: Episode, route: Sequence[str] | None = None) -> str:
+    """What the reflector says to do: the way on from `retry_step`, unless `route` is given."""
+    if route is None:
+        route = safe_route(episode.board, episode.log[retry_step(episode)].before)
     return f"At step {retry_step(episode)} go {' '.join(route)} to B. Never step on C."
 
 
-def reflector_answer(episode: Episode) -> str:
-    """The reflector's JSON for a failed episode."""
+def summary(episode: Episode) -> str:
+    """What the reflector says happened: how long it took, and where the agent was then."""
     step = retry_step(episode)
     cell = episode.log[step].before
     goal = episode.board.goal
-    return json.dumps(
-        {
-            "trajectory_summary": f"{len(episode.log)} steps. At step {step} A {cell[0] + 1} "
-            f"{cell[1] + 1}, B {goal[0] + 1} {goal[1] + 1}",
-            "root_cause_analysis": diagnosis(episode),
-            "trajectory_outcome": "failure",
-            "improvement_suggestion": suggestion(episode, safe_route(episode.board, cell)),
-            "retry_from_step": step,
-        }
+    return (
+        f"{len(episode.log)} steps. At step {step} A {cell[0] + 1} {cell[1] + 1}, "
+        f"B {goal[0] + 1} {goal[1] + 1}"
     )
 
 
