@@ -1,4 +1,4 @@
-"""The scripted actor: says where it stands and what comes next, then acts; how well is its skill."""
+"""The scripted actor: says where it is and what comes next, then acts, as well as its skill."""
 
 from __future__ import annotations
 

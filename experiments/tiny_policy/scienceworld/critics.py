@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from experiments.tiny_policy.scienceworld.actor import stated_room
 from experiments.tiny_policy.scienceworld.plan import Goal, State, Target, remaining, states
+from experiments.tiny_policy.transcripts import Grade
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.scienceworld import commands
-from rlds_jax.tasks.scienceworld.task import SUBTASKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Episode:
     def helped(self) -> list[bool]:
         """Turns that left less to do."""
         left = [len(remaining(self.goal, self.target, state)) for state in self.states]
-        helped = [after < before for before, after in zip(left, left[1:], strict=False)]
+        helped = [after < before for before, after in itertools.pairwise(left)]
         if self.success:
             helped[-1] = True
         if self.ended_by == "wrong_focus":
@@ -59,12 +58,6 @@ class Episode:
         return next((i for i, holds in enumerate(where) if holds), None)
 
 
-class Grade(NamedTuple):
-    score: int
-    pivot: int | None
-    assessment: str
-
-
 def grade(episode: Episode) -> tuple[Grade, ...]:
     """A grade per subtask, in the order of `SUBTASKS`."""
     return (
@@ -74,26 +67,6 @@ def grade(episode: Episode) -> tuple[Grade, ...]:
         _state_tracking(episode),
         _scientific_reasoning(episode),
         _exploration_efficiency(episode),
-    )
-
-
-def grader_answer(episode: Episode) -> str:
-    """The grader's JSON."""
-    grades = [
-        {
-            "sub_task": subtask.name,
-            "score": entry.score,
-            "assessment": entry.assessment,
-            "pivot_step": entry.pivot,
-        }
-        for subtask, entry in zip(SUBTASKS, grade(episode), strict=True)
-    ]
-    return json.dumps(
-        {
-            "trajectory_outcome": episode.outcome,
-            "root_cause_analysis": root_cause(episode),
-            "sub_task_grades": grades,
-        }
     )
 
 
@@ -126,18 +99,11 @@ def suggestion(episode: Episode) -> str:
     return f"At step {step}: {', '.join(stage.command for stage in route)}."
 
 
-def reflector_answer(episode: Episode) -> str:
-    """The reflector's JSON for a failed episode."""
+def summary(episode: Episode) -> str:
     step = retry_step(episode)
-    return json.dumps(
-        {
-            "trajectory_summary": f"{len(episode.turns)} steps for {episode.goal.thought}. At "
-            f"step {step} in {episode.states[step].room}",
-            "root_cause_analysis": root_cause(episode),
-            "trajectory_outcome": "failure",
-            "improvement_suggestion": suggestion(episode),
-            "retry_from_step": step,
-        }
+    return (
+        f"{len(episode.turns)} steps for {episode.goal.thought}. "
+        f"At step {step} in {episode.states[step].room}"
     )
 
 
@@ -191,7 +157,7 @@ def _scientific_reasoning(episode: Episode) -> Grade:
         return Grade(1, len(episode.turns) - 1, "wrong kind")
     strays = [
         before.focused is None and after.room not in (before.room, episode.target.room)
-        for before, after in zip(episode.states, episode.states[1:], strict=False)
+        for before, after in itertools.pairwise(episode.states)
     ]
     said = "searched the wrong room" if any(strays) else "searched the right room"
     return Grade((5, 3, 2)[min(sum(strays), 2)], episode.first(strays), said)

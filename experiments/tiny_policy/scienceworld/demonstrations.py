@@ -5,36 +5,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from configs.scienceworld import get_config
-from experiments.tiny_policy.demonstrations import Messages, message
 from experiments.tiny_policy.scienceworld import critics
 from experiments.tiny_policy.scienceworld.actor import GUIDED, UNGUIDED, Skill, act, things
 from experiments.tiny_policy.scienceworld.critics import Episode
-from experiments.tiny_policy.scienceworld.plan import Target
-from rlds_jax.rollouts.prompts import Prompts
+from experiments.tiny_policy.scienceworld.plan import targets
+from experiments.tiny_policy.transcripts import Scribe, Transcript
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
-from rlds_jax.tasks.scienceworld.task import SUBTASKS, ScienceWorld
-
-TARGETS = Path(__file__).parent / "targets.json"
-
-
-def tiny_task(**options) -> ScienceWorld:
-    """The task of configs/scienceworld.py:tiny, which the policy is made for."""
-    return ScienceWorld(**{**get_config("tiny").task.options, **options})
-
-
-@functools.cache
-def targets() -> Mapping[str, Target]:
-    """By item, what the simulator's own solution looks for (targets.py)."""
-    found = json.loads(TARGETS.read_text())["targets"]
-    return {item: Target(name, room) for item, (name, room) in found.items()}
+from rlds_jax.tasks.scienceworld.task import ScienceWorld
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +43,14 @@ class Demonstrator:
     def __init__(self, task: ScienceWorld, mixture: Mixture, seed: int):
         self._task = task
         self._mixture = mixture
-        self._prompts = Prompts()
+        self._scribe = Scribe(task)
         self._seed = seed
 
-    def transcripts(self, split, start: int, stop: int) -> list[Messages]:
+    def transcripts(self, split, start: int, stop: int) -> list[Transcript]:
         """Transcripts of those items start..stop-1 of a split that have a target, in item order."""
         items = [i for i in self._task.items(split)[start:stop] if i.id in targets()]
 
-        async def run() -> list[list[Messages]]:
+        async def run() -> list[list[Transcript]]:
             return await asyncio.gather(
                 *(
                     self._of_item(item, random.Random(f"{self._seed} {item.id} {i}"))
@@ -79,49 +61,37 @@ class Demonstrator:
 
         return [transcript for found in asyncio.run(run()) for transcript in found]
 
-    async def _of_item(self, item: Item, rng: random.Random) -> list[Messages]:
+    async def _of_item(self, item: Item, rng: random.Random) -> list[Transcript]:
         mixture = self._mixture
         original = await play(self._task, item, UNGUIDED, rng)
-        made = [self._actor(original)]
+        made = [self._scribe.actor(original)]
         episodes = [original]
         if not original.success:
             if rng.random() < mixture.reflected:
-                made.append(self._reflector(original, graded=rng.random() >= mixture.ungraded))
+                made.append(self.reflector(original, graded=rng.random() >= mixture.ungraded))
             step = 0 if rng.random() < mixture.from_start else critics.retry_step(original)
             retry = await play(self._task, item, GUIDED, rng, prefix=original.turns[:step])
-            guidance = self._prompts.guidance_text(
+            guidance = self._scribe.guidance(
                 critics.root_cause(original), critics.suggestion(original)
             )
-            made.append(self._actor(retry, step, guidance))
+            made.append(self._scribe.actor(retry, step, guidance))
             episodes.append(retry)
-        return made + [self._grader(e) for e in episodes if rng.random() < mixture.graded]
+        return made + [self.grader(e) for e in episodes if rng.random() < mixture.graded]
 
-    def _actor(self, episode: Episode, step: int = 0, guidance: str | None = None) -> Messages:
-        in_system = guidance if step == 0 else None
-        messages = [
-            message("system", self._task.system_prompt(in_system)),
-            message("user", episode.initial_observation),
-        ]
-        for i, turn in enumerate(episode.turns):
-            messages.append(message("assistant", turn.action))
-            if guidance is not None and i + 1 == step:
-                messages.append(message("system", guidance))
-            messages.append(message("user", turn.observation))
-        return messages[:-1]
-
-    def _grader(self, episode: Episode) -> Messages:
-        prompt = self._prompts.grader_messages(SUBTASKS, episode)
-        return [*prompt, message("assistant", critics.grader_answer(episode))]
-
-    def _reflector(self, episode: Episode, graded: bool) -> Messages:
-        grades = critics.grade(episode)
-        prompt = self._prompts.reflector_messages(
-            SUBTASKS,
-            episode,
-            grades=[grade.score for grade in grades] if graded else None,
-            pivots=[grade.pivot for grade in grades] if graded else None,
+    def grader(self, episode: Episode) -> Transcript:
+        return self._scribe.grader(
+            episode, episode.outcome, critics.root_cause(episode), critics.grade(episode)
         )
-        return [*prompt, message("assistant", critics.reflector_answer(episode))]
+
+    def reflector(self, episode: Episode, graded: bool) -> Transcript:
+        return self._scribe.reflector(
+            episode,
+            summary=critics.summary(episode),
+            diagnosis=critics.root_cause(episode),
+            suggestion=critics.suggestion(episode),
+            retry_step=critics.retry_step(episode),
+            grades=critics.grade(episode) if graded else None,
+        )
 
 
 async def play(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.scienceworld import commands
+
+TARGETS = Path(__file__).parent / "targets.json"
 
 _TASK = re.compile(r"Your task is to find (?:a\(n\) |the animal with the )(.+?)\. ")
 _BOX = re.compile(r"move it to the (\w+ box) in the ([\w ]+)\.")
@@ -50,6 +55,13 @@ class Target:
     room: str
 
 
+@functools.cache
+def targets() -> Mapping[str, Target]:
+    """By item, what the simulator's own solution looks for (targets.py)."""
+    found = json.loads(TARGETS.read_text())["targets"]
+    return {item: Target(name, room) for item, (name, room) in found.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class State:
     """Where an episode stands.
@@ -59,7 +71,7 @@ class State:
       looked: the room has been described.
       focused: name of the thing focused on, or None.
       taken: it is in the inventory.
-      choices: number to answer an ambiguous request with, or None.
+      choice: number to answer an ambiguous request with, or None.
     """
 
     room: str

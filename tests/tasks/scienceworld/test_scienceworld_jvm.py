@@ -154,7 +154,7 @@ def test_the_user_s_java_options_are_neither_used_nor_changed(monkeypatch):
 
 @pytest.mark.jvm
 def test_a_call_past_its_deadline_kills_the_jvm():
-    jvm = Jvm(deadline=3)
+    jvm = Jvm(deadline=2)
     jvm.load("boil", 0, "easy")
     os.kill(jvm.process.pid, signal.SIGSTOP)
     with pytest.raises(JvmFailed) as error:

@@ -16,7 +16,6 @@ from rlds_jax.rollouts.group import run_groups
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.scienceworld import items
 from rlds_jax.tasks.scienceworld.jvm import Jvm
-from rlds_jax.tasks.scienceworld.pool import JvmPool
 from rlds_jax.tasks.scienceworld.task import ScienceWorld
 
 pytestmark = pytest.mark.jvm
@@ -46,6 +45,7 @@ def without_repeats(path):
 
 @pytest.fixture(scope="module")
 def task():
+    """Two simulators, which all tests share that leave them whole."""
     task = ScienceWorld(max_turns=1000, jvms=2)
     yield task
     task.close()
@@ -94,11 +94,10 @@ def test_the_longest_solutions_score_100(task):
     check_solved(play_all(task, sorted(LONG)))
 
 
-def test_the_cached_solutions_are_the_simulator_s():
+def test_a_cached_solution_is_the_simulator_s():
     jvm = Jvm(heap_mb=256)
-    for name in ("lifespan-longest-lived", "find-plant"):
-        jvm.load(name, 0, "easy", gold=True)
-        assert jvm.gold_path() == PATHS[name]
+    jvm.load("lifespan-longest-lived", 0, "easy", gold=True)
+    assert jvm.gold_path() == PATHS["lifespan-longest-lived"]
     jvm.kill()
 
 
@@ -110,7 +109,7 @@ def random_episode(jvm, rng, name, variation, turns):
     record, actions = [jvm.load(name, variation, "easy")], []
     valid = []
     for turn in range(turns):
-        if turn % 4 == 0:
+        if turn % 2 == 0:
             listed = json.loads(jvm.call("getValidActionObjectCombinationsJSON"))["validActions"]
             valid = [entry["action"] for entry in listed if entry["action"] != "reset task"]
         actions.append(rng.choice(valid))
@@ -122,12 +121,11 @@ def replay(jvm, name, variation, actions):
     return [jvm.load(name, variation, "easy"), *(jvm.step(action) for action in actions)]
 
 
-def check_replays(number, turns):
+def check_replays(pool, number, turns):
     """Random episodes over all tasks, replayed in shuffled order on whatever JVM is free."""
     rng = random.Random(0)
     names = list(items.VARIATIONS)
     episodes = [(names[i % len(names)], rng.randrange(10), rng.random()) for i in range(number)]
-    pool = JvmPool(size=3)
 
     async def on_a_jvm(function, *args):
         lease = await pool.lease()
@@ -155,21 +153,18 @@ def check_replays(number, turns):
         moved = sum(jvm != made[i][0] for i, (jvm, _) in zip(order, again, strict=True))
         return differing, moved
 
-    try:
-        differing, moved = asyncio.run(run())
-    finally:
-        pool.close()
+    differing, moved = asyncio.run(run())
     assert not differing
-    assert moved > number / 3
+    assert moved > number / 10
 
 
-def test_random_episodes_repeat_themselves_on_any_jvm():
-    check_replays(number=30, turns=6)
+def test_random_episodes_repeat_themselves_on_any_jvm(task):
+    check_replays(task.pool, number=15, turns=4)
 
 
 @pytest.mark.slow
-def test_two_hundred_random_episodes_repeat_themselves():
-    check_replays(number=200, turns=8)
+def test_two_hundred_random_episodes_repeat_themselves(task):
+    check_replays(task.pool, number=200, turns=4)
 
 
 KEY = RolloutKey(step=1, slot=0, rollout=0)
@@ -197,14 +192,11 @@ def play_and_retry(task, start):
         original = await run_original(context, KEY, item(PAINT), events)
         return original, await run_retry(context, KEY, item(PAINT), original, start, "Mix.", events)
 
-    try:
-        return *asyncio.run(run()), events
-    finally:
-        task.close()
+    return *asyncio.run(run()), events
 
 
-def test_a_retry_reaches_its_turn_by_replay():
-    original, retried, events = play_and_retry(ScienceWorld(jvms=1), start=18)
+def test_a_retry_reaches_its_turn_by_replay(task):
+    original, retried, events = play_and_retry(task, start=18)
     assert original.success
     assert retried.success
     assert retried.retry_from == 18
@@ -217,7 +209,10 @@ def test_a_retry_reaches_its_turn_by_replay():
 def test_without_determinism_a_replay_diverges_and_starts_over():
     """The second episode of a JVM lists the same things in another order."""
     task = ScienceWorld(jvms=1, deterministic=False)
-    original, retried, events = play_and_retry(task, start=20)
+    try:
+        original, retried, events = play_and_retry(task, start=20)
+    finally:
+        task.close()
     assert events == {"replay_diverged": 1}
     assert retried.retry_from == 0
     assert retried.turns[0].observation == original.turns[0].observation
@@ -229,8 +224,8 @@ def test_without_determinism_a_replay_diverges_and_starts_over():
 
 def check_kills(episodes, every):
     """Groups of rollouts while a JVM is killed every few moments: all are accounted for."""
-    task = ScienceWorld(jvms=3, max_turns=12)
-    path = [*PATHS["find-plant"][:4], "look around", "inventory", "wait", "open door to kitchen"]
+    task = ScienceWorld(jvms=2, max_turns=8)
+    path = [*PATHS["find-plant"][:4], "look around", "inventory"]
     context = make_context(
         build_tokenizer(),
         lambda request: act(path[request.turn % len(path)]),
@@ -280,9 +275,9 @@ def check_kills(episodes, every):
 
 
 def test_rollouts_go_on_while_jvms_die():
-    check_kills(episodes=20, every=2.0)
+    check_kills(episodes=10, every=1.5)
 
 
 @pytest.mark.slow
 def test_a_hundred_rollouts_while_jvms_die():
-    check_kills(episodes=100, every=3.0)
+    check_kills(episodes=100, every=2.0)
