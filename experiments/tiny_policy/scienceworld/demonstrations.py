@@ -24,15 +24,12 @@ class Mixture:
     """Transcripts per train item, and the shares within a role.
 
     Attributes:
-      originals: episodes without guidance per item.
-      graded, reflected: chance that an episode also gives a grader and a reflector transcript.
+      graded: chance that an episode of the item, the original or its retry, is graded.
       ungraded: share of reflector transcripts without the grades section.
       from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
-    originals: int = 1
-    graded: float = 1.0
-    reflected: float = 1.0
+    graded: float = 0.6
     ungraded: float = 0.15
     from_start: float = 0.3
 
@@ -53,9 +50,8 @@ class Demonstrator:
         async def run() -> list[list[Transcript]]:
             return await asyncio.gather(
                 *(
-                    self._of_item(item, random.Random(f"{self._seed} {item.id} {i}"))
+                    self._of_item(item, random.Random(f"{self._seed} {item.id} 0"))
                     for item in items
-                    for i in range(self._mixture.originals)
                 )
             )
 
@@ -67,8 +63,8 @@ class Demonstrator:
         made = [self._scribe.actor(original)]
         episodes = [original]
         if not original.success:
-            if rng.random() < mixture.reflected:
-                made.append(self.reflector(original, graded=rng.random() >= mixture.ungraded))
+            rng.random()
+            made.append(self.reflector(original, graded=rng.random() >= mixture.ungraded))
             step = 0 if rng.random() < mixture.from_start else critics.retry_step(original)
             retry = await play(self._task, item, GUIDED, rng, prefix=original.turns[:step])
             guidance = self._scribe.guidance(
@@ -76,7 +72,10 @@ class Demonstrator:
             )
             made.append(self._scribe.actor(retry, step, guidance))
             episodes.append(retry)
-        return made + [self.grader(e) for e in episodes if rng.random() < mixture.graded]
+        chosen = random.Random(f"{self._seed} {item.id} graded")
+        if chosen.random() < mixture.graded:
+            made.append(self.grader(chosen.choice(episodes)))
+        return made
 
     def grader(self, episode: Episode) -> Transcript:
         return self._scribe.grader(

@@ -34,7 +34,7 @@ class ScienceWorldRecipe:
     vocabulary = 2048
     sft = types.MappingProxyType(
         {
-            "epochs": 3,
+            "epochs": 2,
             "model.hidden_size": 128,
             "model.intermediate_size": 384,
             "model.num_layers": 4,
@@ -43,7 +43,7 @@ class ScienceWorldRecipe:
             "model.rope_theta": 1000.0,
             "batch.rows": 2,
             "batch.row_length": 1344,
-            "optimizer.learning_rate": 1.5e-3,
+            "optimizer.learning_rate": 2e-3,
         }
     )
     items = 362
