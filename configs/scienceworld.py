@@ -65,8 +65,8 @@ def _tiny(config: ConfigDict) -> None:
     config.rollout.update(
         group_size=6 if rlvr else 4,
         retry_budget=2,
-        max_prompt_tokens=512,
-        max_response_tokens=768,
+        max_prompt_tokens=336,
+        max_response_tokens=816,
         max_turn_tokens=64,
         max_judge_tokens=256,
         max_guidance_tokens=128,

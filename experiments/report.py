@@ -1,9 +1,9 @@
-"""Writes README's tables from experiments/results/*.json.
+"""Writes the tables of README and of docs/tasks/scienceworld.md from experiments/results/*.json.
 
     python -m experiments.report
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a test checks that README
-holds what this renders.
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; a test checks that the pages
+hold what this renders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 from experiments.record import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+SCIENCEWORLD = ROOT / "docs" / "tasks" / "scienceworld.md"
 
 
 def engine(result: dict[str, Any]) -> list[str]:
@@ -140,6 +142,95 @@ def conditions(result: dict[str, Any]) -> list[str]:
     return [*_table(columns, rows), "", f"Over the seeds of RLDS: {ranges}."]
 
 
+def scienceworld(result: dict[str, Any]) -> list[str]:
+    """What the simulator takes, beside the library's own step."""
+    rows = [
+        [
+            str(r["jvms"]),
+            f"{r['steps_per_second']:.0f}",
+            f"{r['ratio_to_library']:.1f}x",
+            f"{r['mib_per_jvm']:.0f}",
+        ]
+        for r in result["lean"]
+    ]
+    own, starts = result["library"], result["starts"]
+    return [
+        *_table(["JVMs at once", "steps/s", "the library's step", "MiB per JVM"], rows),
+        "",
+        f"The library's step: {own['steps_per_second']:.1f} per second, {own['mib_per_jvm']:.0f} "
+        f"MiB. A JVM starts in {starts['start_jvm_s']:.1f} s, an episode in "
+        f"{starts['start_episode_s']:.2f} s, and 30 turns of `boil` replay in "
+        f"{starts['replay_30_turns_s']:.2f} s.",
+    ]
+
+
+def tiny_scienceworld(result: dict[str, Any]) -> list[str]:
+    """The measured quality of the tiny ScienceWorld policy's roles."""
+    what = {
+        "success": "actor: success on validation items",
+        "success_where_other_failed": "actor: success where another attempt failed",
+        "retry_success": "retry of a failure, with guidance: success",
+        "grader_parsed": "grader: valid JSON, without a schema",
+        "reflector_valid": "reflector: valid reports",
+        "retry_step_agreement": "reflector: `retry_from_step` of the script",
+    }
+    rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
+    agreed = [
+        [name.removesuffix("/score"), f"{result[name]:.1%}", f"{result[f'{subtask}/pivot']:.1%}"]
+        for name in result
+        if name.endswith("/score") and (subtask := name.removesuffix("/score"))
+    ]
+    return [
+        *_table(["the tiny policy, before RLDS", "share"], rows),
+        "",
+        *_table(["grader agrees with the script on", "score", "pivot"], agreed),
+        "",
+        f"The actor's mean score is {result['score']:.0f} of 100.",
+    ]
+
+
+def scienceworld_conditions(result: dict[str, Any]) -> list[str]:
+    """RLDS beside RLVR on the tiny config, and the pivots."""
+    runs = result["runs"]
+    phases = {name: None for run in runs.values() for name in run["step_seconds"]}
+    rows = [
+        [
+            name,
+            *(_number(run["sampled_tokens"].get(name), 0) for run in runs.values()),
+            *(_number(run["step_seconds"].get(name), 1) for run in runs.values()),
+        ]
+        for name in phases
+    ]
+    heads = [f"{what}, {name}" for what in ("tokens", "s") for name in runs]
+    pivots = [
+        [
+            name,
+            f"{found['grade']:.2f}",
+            f"{found['with_pivot']:.0%}",
+            _number(found["turn"], 1),
+            _number(found["place"], 2),
+        ]
+        for name, found in result["pivots"].items()
+    ]
+    means = runs["rlds"]["means"]
+    validated = "; ".join(
+        f"{name} {_interval(run['val_before'], '')} before, {_interval(run['val_after'], '')} "
+        f"after {run['steps']} steps"
+        for name, run in runs.items()
+    )
+    return [
+        *_table(["a step of the tiny config", *heads], rows),
+        "",
+        f"Mean reward on {runs['rlds']['val_before']['n']} validation items: {validated}. A retry "
+        f"samples {means['retry/gen_ratio']:.2f} of the tokens of an original (paper: 0.22), and "
+        f"retries take {means['retry/gen_time_ratio']:.2f} of the originals' time; they start "
+        f"from turn {means['retry/from_step/mean']:.1f} of {means['num_turns/mean']:.1f}. Phases "
+        "overlap.",
+        "",
+        *_table(["subtask", "grade", "has a pivot", "its turn", "its place (0 to 1)"], pivots),
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "engine": engine,
     "step": step,
@@ -150,20 +241,29 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
-def render(text: str) -> str:
-    """`text` with every section that has a marker written anew.
+SCIENCEWORLD_SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "scienceworld": scienceworld,
+    "tiny_scienceworld": tiny_scienceworld,
+    "scienceworld_conditions": scienceworld_conditions,
+}
+PAGES = {README: SECTIONS, SCIENCEWORLD: SCIENCEWORLD_SECTIONS}
+
+
+def render(page: Path) -> str:
+    """The text of a page of PAGES with its sections written anew.
 
     Raises:
       ValueError: a section has no marker.
     """
-    for name, section in SECTIONS.items():
+    text = page.read_text()
+    for name, section in PAGES[page].items():
         record = json.loads((RESULTS / f"{name}.json").read_text())
         body = "\n".join([*section(record["result"]), "", f"`{record['command']}`"])
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
-            raise ValueError(f"README has no section {name}; add its begin and end markers")
+            raise ValueError(f"{page} has no section {name}; add its begin and end markers")
         text = f"{before}{begin}{body}\n{end}{after}"
     return text
 
@@ -183,4 +283,5 @@ def _number(value: float | None, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text()))
+    for page in PAGES:
+        page.write_text(render(page))

@@ -25,11 +25,13 @@ class Mixture:
 
     Attributes:
       graded: chance that an episode of the item, the original or its retry, is graded.
+      reflected: chance that a failure also gives a reflector transcript.
       ungraded: share of reflector transcripts without the grades section.
       from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
     graded: float = 0.6
+    reflected: float = 1.0
     ungraded: float = 0.15
     from_start: float = 0.3
 
@@ -49,10 +51,7 @@ class Demonstrator:
 
         async def run() -> list[list[Transcript]]:
             return await asyncio.gather(
-                *(
-                    self._of_item(item, random.Random(f"{self._seed} {item.id} 0"))
-                    for item in items
-                )
+                *(self._of_item(item, random.Random(f"{self._seed} {item.id} 0")) for item in items)
             )
 
         return [transcript for found in asyncio.run(run()) for transcript in found]
@@ -63,8 +62,8 @@ class Demonstrator:
         made = [self._scribe.actor(original)]
         episodes = [original]
         if not original.success:
-            rng.random()
-            made.append(self.reflector(original, graded=rng.random() >= mixture.ungraded))
+            if rng.random() < mixture.reflected:
+                made.append(self.reflector(original, graded=rng.random() >= mixture.ungraded))
             step = 0 if rng.random() < mixture.from_start else critics.retry_step(original)
             retry = await play(self._task, item, GUIDED, rng, prefix=original.turns[:step])
             guidance = self._scribe.guidance(
