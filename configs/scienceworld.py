@@ -56,8 +56,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 
 def _tiny(config: ConfigDict) -> None:
-    config.steps = 12
-    config.prompts_per_step = 8
+    config.steps = 10
+    config.prompts_per_step = 6
     config.task.options.update(tasks=TINY_TASKS, max_turns=8, jvms=4)
     config.advantage.num_turns = 8
     config.model.path = str(resources.files("rlds_jax") / "models" / "tiny_scienceworld")
@@ -72,8 +72,8 @@ def _tiny(config: ConfigDict) -> None:
         max_guidance_tokens=128,
         temperature=0.7,
     )
-    config.optimizer.learning_rate = 1e-4
-    config.validation.update(every=6, num_items=60)
+    config.optimizer.learning_rate = 2e-4
+    config.validation.update(every=10, num_items=60)
     config.compute.update(dtype="float32", remat="none", logprob_chunk=512)
     config.batch.update(rows=2, row_length=1536, max_micro=64)
     config.engine.update(

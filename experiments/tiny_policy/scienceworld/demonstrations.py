@@ -46,8 +46,8 @@ class Demonstrator:
         self._seed = seed
 
     def transcripts(self, split, start: int, stop: int) -> list[Transcript]:
-        """Transcripts of those items start..stop-1 of a split that have a target, in item order."""
-        items = [i for i in self._task.items(split)[start:stop] if i.id in targets()]
+        """Transcripts of the items start..stop-1 of a split, less those without a clear target."""
+        items = [i for i in self._task.items(split)[start:stop] if targets()[i.id].clear]
 
         async def run() -> list[list[Transcript]]:
             return await asyncio.gather(
@@ -124,5 +124,6 @@ def _alike() -> Mapping[str, list[str]]:
     """By task, the names that its solutions look for."""
     names = defaultdict(set)
     for item, target in targets().items():
-        names[item.rpartition("-")[0]].add(target.name)
+        if target.clear:
+            names[item.rpartition("-")[0]].add(target.name)
     return {task: sorted(found) for task, found in names.items()}

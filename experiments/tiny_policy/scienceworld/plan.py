@@ -54,6 +54,11 @@ class Target:
     name: str
     room: str
 
+    @property
+    def clear(self) -> bool:
+        """Whether the name is one thing's own."""
+        return not any(words in self.name for words in _VAGUE)
+
 
 @functools.cache
 def targets() -> Mapping[str, Target]:
@@ -164,4 +169,5 @@ def target_of(gold_path: Sequence[str], start: str) -> Target:
     raise ValueError(f"a solution that focuses on nothing: {list(gold_path)}")
 
 
+_VAGUE = ("living thing", "object", "sittable", "containing", "drawer counter")
 _AGES = {"adult", "baby", "egg", "juvenile", "seed", "seedling", "hatched", "in", "stage"}

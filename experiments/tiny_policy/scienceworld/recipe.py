@@ -13,7 +13,7 @@ from experiments.tiny_policy.scienceworld import critics
 from experiments.tiny_policy.scienceworld.actor import BOXES, ROOMS, THINGS
 from experiments.tiny_policy.scienceworld.critics import Episode
 from experiments.tiny_policy.scienceworld.demonstrations import Demonstrator, Mixture
-from experiments.tiny_policy.scienceworld.plan import Target, targets
+from experiments.tiny_policy.scienceworld.plan import targets
 from experiments.tiny_policy.transcripts import Grade, Played, Transcript
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory, Turn
@@ -22,7 +22,7 @@ from rlds_jax.tasks.scienceworld import texts
 from rlds_jax.tasks.scienceworld.reward import PlayedTurn
 from rlds_jax.tasks.scienceworld.task import ScienceWorld
 
-_NAMES = {*ROOMS, *BOXES, *THINGS, *(target.name for target in targets().values())}
+_NAMES = {*ROOMS, *BOXES, *THINGS, *(t.name for t in targets().values() if t.clear)}
 _LONGEST_FIRST = sorted(_NAMES, key=lambda name: (-len(name), name))
 
 
@@ -63,7 +63,7 @@ class ScienceWorldRecipe:
     def replay(self, task: ScienceWorld, item: Item, trajectory: Trajectory) -> Episode:
         """Nothing is played again: the texts of the turns tell all."""
         return Episode(
-            targets().get(item.id) or Target("", ""),
+            targets()[item.id],
             trajectory.initial_observation,
             trajectory.turns,
             trajectory.reward,

@@ -158,10 +158,6 @@ def check_replays(pool, number, turns):
     assert moved > number / 10
 
 
-def test_random_episodes_repeat_themselves_on_any_jvm(task):
-    check_replays(task.pool, number=15, turns=4)
-
-
 @pytest.mark.slow
 def test_two_hundred_random_episodes_repeat_themselves(task):
     check_replays(task.pool, number=200, turns=4)
@@ -225,7 +221,7 @@ def test_without_determinism_a_replay_diverges_and_starts_over():
 def check_kills(episodes, every):
     """Groups of rollouts while a JVM is killed every few moments: all are accounted for."""
     task = ScienceWorld(jvms=2, max_turns=8)
-    path = [*PATHS["find-plant"][:4], "look around", "inventory"]
+    path = [*PATHS["find-plant"][:4], "wait", "look around"]
     context = make_context(
         build_tokenizer(),
         lambda request: act(path[request.turn % len(path)]),
@@ -274,10 +270,6 @@ def check_kills(episodes, every):
     assert all(process.poll() is not None for process in seen)
 
 
-def test_rollouts_go_on_while_jvms_die():
-    check_kills(episodes=10, every=1.5)
-
-
 @pytest.mark.slow
 def test_a_hundred_rollouts_while_jvms_die():
-    check_kills(episodes=100, every=2.0)
+    check_kills(episodes=100, every=2.5)
