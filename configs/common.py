@@ -61,6 +61,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.seed = 0
     config.steps = 312
     config.prompts_per_step = 64
+    config.profile_steps = ""  # "10:12": these steps leave a trace for TensorBoard's profiler
 
     config.task = ConfigDict()
     config.task.factory = ""  # "module:callable", called with `options`
@@ -94,7 +95,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.batch = ConfigDict()
     config.batch.rows = 8
     config.batch.row_length = 8192
-    config.batch.max_micro = 64
+    config.batch.max_micro = 96
 
     # The embedded engine; see rlds_jax/rollouts/engines/local.py.
     config.engine = ConfigDict()

@@ -1,6 +1,6 @@
 r"""FrozenLake with abstract symbols (METHOD section 6).
 
-At paper scale, on 8 x H100 80 GB:
+At paper scale, on 8 x H100 80 GB or a TPU v5p 2x2x2 slice:
 
     python -m rlds_jax.train --config=configs/frozenlake.py --workdir=runs/frozenlake
 

@@ -1,6 +1,7 @@
 r"""HotpotQA with search over Wikipedia (METHOD section 6).
 
-At paper scale, on 8 x H100 80 GB, with the retriever of docs/tasks/hotpotqa.md running:
+At paper scale, on 8 x H100 80 GB or a TPU v5p 2x2x2 slice, with the retriever of
+docs/tasks/hotpotqa.md running:
 
     python -m rlds_jax.train --config=configs/hotpotqa.py --workdir=runs/hotpotqa \
         --config.task.options.data_path=hotpotqa/hotpot_qa \

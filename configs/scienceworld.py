@@ -1,6 +1,6 @@
 r"""ScienceWorld: experiments in a simulated house (METHOD section 6).
 
-At paper scale, on 8 x H100 80 GB:
+At paper scale, on 8 x H100 80 GB or a TPU v5p 2x2x2 slice:
 
     pip install -e '.[cuda12,scienceworld]'
     python -m rlds_jax.train --config=configs/scienceworld.py --workdir=runs/scienceworld
@@ -49,7 +49,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     # A judge reads prompt, guidance and response, and its own instructions, and answers. At worst
     # each rollout of the 64 groups, up to 10, and each of 128 auxiliary pairs fills a row.
     config.engine.update(num_slots=128, max_context=20480)
-    config.batch.update(rows=2, row_length=20480, max_micro=384)
+    config.batch.update(rows=8, row_length=20480, max_micro=96)
     if "tiny" in chosen:
         _tiny(config)
     return config.lock()

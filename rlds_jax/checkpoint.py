@@ -73,7 +73,7 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in `directory`, of one running trainer.
+    """The checkpoints in `directory`, of one running trainer, in each of its processes.
 
     Unfinished ones are removed. The parameters are an item of their own, so that `load_params` can
     read them alone.
@@ -82,11 +82,13 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int):
         self._directory = directory
         self._kept = _LatestAndBest(keep)
-        logging.getLogger("absl").addFilter(_not_of_orbax)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_not_of_orbax)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for unfinished in _unfinished(directory):
-                shutil.rmtree(unfinished)
+            if jax.process_index() == 0:
+                for unfinished in _unfinished(directory):
+                    shutil.rmtree(unfinished)
             self._manager = ocp.CheckpointManager(
                 directory.resolve(),
                 options=ocp.CheckpointManagerOptions(
@@ -127,8 +129,9 @@ class Checkpoints:
                     "from a copy, or remove the workdir to start over"
                 )
             return None
-        for damaged in faults:
-            _put_aside(self._directory / str(damaged))
+        if jax.process_index() == 0:
+            for damaged in faults:
+                _put_aside(self._directory / str(damaged))
         self._manager.reload()
         return found
 
@@ -269,8 +272,9 @@ class _LatestAndBest:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Its threads log, each with a traceback, what `check` and `wait` raise as one error."""
-    return "orbax" not in Path(record.pathname).parts
+    """Its threads and tasks log, with tracebacks, what `check` and `wait` raise as one error."""
+    of_task = record.name == "asyncio" and "/orbax/" in record.getMessage()
+    return not of_task and "orbax" not in Path(record.pathname).parts
 
 
 def _is_digest(digest: Any) -> bool:

@@ -17,6 +17,9 @@ _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BODY = re.compile(r"\b(?:body|calls|to_apply|called_computations|branch_computations)=")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
+_CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
+_CONSTANT = re.compile(r"%([\w.\-]+) = [su]32\[\]\S* constant\((\d+)\)")
+_BELOW = re.compile(r"ROOT .* compare\([^,]*%[\w.\-]+, [^,]*%([\w.\-]+)\), direction=LT")
 _HEADER = re.compile(r"^(?:ENTRY )?%([\w.\-]+) .*\{$")
 
 
@@ -44,15 +47,27 @@ def traffic(hlo: str, mesh: Mesh, inner_trips: int = 1) -> dict[str, float]:
                 axes = [n for n, c in zip(names, group.T, strict=True) if len(set(c)) > 1]
                 sent["+".join(axes)] += times * _sent(operation, len(group))
             loop = " while(" in line
-            trips = _TRIPS.search(line) if loop else None
+            trips = _trips(line, computations) if loop else None
             inside = unknown + (loop and trips is None)
-            repeats = int(trips[1]) if trips else (inner_trips if loop and unknown else 1)
+            repeats = trips or (inner_trips if loop and unknown else 1)
             for called in _called(line):
                 visit(called, times * repeats, inside)
 
     visit(_entry(hlo), 1.0, 0)
     sent.pop("", None)
     return dict(sent)
+
+
+def _trips(line: str, computations: Mapping[str, list[str]]) -> int | None:
+    """Iterations of a loop, None if unknown; a TPU's text says so in its condition alone."""
+    known = _TRIPS.search(line)
+    if known:
+        return int(known[1])
+    condition = _CONDITION.search(line)
+    lines = computations.get(condition[1], []) if condition else []
+    constants = {found[1]: int(found[2]) for each in lines if (found := _CONSTANT.search(each))}
+    below = next((found[1] for each in lines if (found := _BELOW.search(each))), "")
+    return constants.get(below)
 
 
 def _computations(hlo: str) -> Mapping[str, list[str]]:

@@ -54,4 +54,7 @@ def _parse(argv: Sequence[str]) -> Any:
             line = str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
             raise ValueError(f"{line}\nsee --help") from error
         except (AttributeError, KeyError) as error:
-            raise ValueError(f"the config has no such field: {error.args[0]}") from error
+            words = str(error.args[0]).strip("'\"")  # quoted again by every section it passed
+            if "Did you mean" in words:
+                words = "did you mean" + words.rpartition("Did you mean")[2].replace('"', "'")
+            raise ValueError(f"the config has no such field: {words}") from error

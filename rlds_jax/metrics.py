@@ -1,4 +1,4 @@
-"""Model FLOPs and their utilisation."""
+"""Model FLOPs and their utilisation, and the memory that was needed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,8 @@ from collections.abc import Iterable
 
 import jax
 
+from rlds_jax import topology
 from rlds_jax.models.config import ModelConfig
-
-# Dense bf16 peak of one device, FLOP/s, by a part of jax's device_kind.
-PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-}
 
 
 def train_flops(config: ModelConfig, lengths: Iterable[int]) -> float:
@@ -40,8 +29,12 @@ def train_flops(config: ModelConfig, lengths: Iterable[int]) -> float:
 
 def mfu(flops: float, seconds: float) -> float | None:
     """Model FLOPs utilisation over all devices; None where the device's peak is not known."""
-    device = jax.devices()[0]
-    for kind, peak in PEAK_FLOPS.items():
-        if kind in device.device_kind:
-            return flops / (seconds * peak * jax.device_count())
-    return None
+    chip = topology.chip(jax.devices()[0].device_kind)
+    return None if chip is None else flops / (seconds * chip.flops * jax.device_count())
+
+
+def memory_peak() -> int | None:
+    """Most bytes ever in use on one device of this process; None where devices do not say."""
+    reported = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stats["peak_bytes_in_use"] for stats in reported if "peak_bytes_in_use" in stats]
+    return max(peaks, default=None)

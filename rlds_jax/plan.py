@@ -241,14 +241,6 @@ def _roofline(
         "memory": moved / chip.bandwidth,
         "links": micro * sum(size / rates[axes] for axes, size in sent.items()),
     }
-    ideal = 6 * _matrix_parameters(plan.model) * tokens * micro + 3 * micro * (
-        plan.model.num_layers
-        * 2
-        * plan.model.num_heads
-        * plan.model.head_dim
-        * plan.layout.rows
-        * plan.layout.row_length**2
-    )
     bound = max(seconds.values())
     return {
         "micro_batches_per_step": micro,
@@ -256,9 +248,20 @@ def _roofline(
         "flops_per_micro_batch": {name: each.flops + each.attention for name, each in done.items()},
         "hbm_bytes_per_step": moved,
         "seconds_per_step": {**seconds, "bound": bound},
-        "mfu": ideal / (bound * target.devices * chip.flops),
+        "mfu": micro * useful_flops(plan) / (bound * target.devices * chip.flops),
         "assumed": {"flops": chip.flops, "hbm": chip.bandwidth, **rates},
     }
+
+
+def useful_flops(plan: Program) -> float:
+    """What a full micro-batch of the policy takes when nothing is computed twice.
+
+    6 FLOPs per token and parameter of a matrix, and causal attention of whole rows.
+    """
+    model, layout = plan.model, plan.layout
+    width = model.num_layers * model.num_heads * model.head_dim
+    attention = 6 * width * layout.rows * layout.row_length**2
+    return 6 * _matrix_parameters(model) * layout.rows * layout.row_length + attention
 
 
 def _crosses_hosts(mesh: Mesh, axes: str, chip: topology.Chip) -> bool:

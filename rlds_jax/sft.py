@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 
 from rlds_jax import batch as batching
 from rlds_jax import commands, losses, transcripts, update
+from rlds_jax import workdir as workdirs
 from rlds_jax.batch import Batch, BatchLayout, TokenSequence
 from rlds_jax.events import Events
 from rlds_jax.models import qwen3, weights
@@ -69,6 +70,7 @@ class FineTuning:
         self.model, params = self._initialise()
         self._check_vocabulary()
         workdir.mkdir(parents=True, exist_ok=True)
+        workdirs.keep_compilations(workdir)
 
         rows = self.layout.rows * self.layout.max_micro
         self.steps = config.epochs * -(-len(self.train) // rows)

@@ -60,6 +60,11 @@ CHIPS = {
 }
 
 
+def chip(device_kind: str) -> Chip | None:
+    """The chip that jax calls so; None for others."""
+    return next((c for c in CHIPS.values() if any(kind in device_kind for kind in c.kinds)), None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Devices of one kind that run one program; `shape` is that of a TPU slice."""

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlds_jax import advantages, play, sharding, update
+from rlds_jax import advantages, play, profiling, sharding, update
 from rlds_jax import workdir as workdirs
 from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.checkpoint import CheckpointConfig, Checkpoints, abstract_like
 from rlds_jax.losses import LossConfig
-from rlds_jax.metrics import mfu, train_flops
+from rlds_jax.metrics import memory_peak, mfu, train_flops
 from rlds_jax.models import attention_gate, hub, weights
 from rlds_jax.models.qwen3 import Params
 from rlds_jax.rollouts import markdown, statistics
@@ -101,6 +101,7 @@ class Trainer:
         for name in ("seed", "steps"):
             if config[name] < 0:
                 raise ValueError(f"{name} is {config[name]}; it must not be negative")
+        self.traced = profiling.parse_steps(config.profile_steps)
         self.rollout = RolloutConfig(**config.rollout)
         self.advantage = advantages.AdvantageConfig(**config.advantage)
         rows = config.prompts_per_step * (self.rollout.group_size + self.rollout.retry_budget)
@@ -117,7 +118,7 @@ class Trainer:
         compute = update.ComputeConfig(**config.compute)
         optimizer = update.OptimizerConfig(**config.optimizer)
         transform = update.make_optimizer(optimizer)
-        mesh = sharding.make_mesh(**config.mesh)
+        self.mesh = mesh = sharding.make_mesh(**config.mesh)
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
         source = hub.local_directory(config.model.path)
         with contextlib.ExitStack() as opened:  # closed again if anything here fails
@@ -127,6 +128,7 @@ class Trainer:
             step_items(self.train_items, 1, config.prompts_per_step, config.seed)
             self.validation_items = validation_items(self.task, self.validation)
             opened.enter_context(workdirs.claim(workdir, config))
+            workdirs.keep_compilations(workdir)
             self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
             opened.callback(self.checkpoints.close)
             self.model = weights.load_config(source)
@@ -188,7 +190,9 @@ class Trainer:
         try:
             self._settle()
             while self.completed < steps:
-                self.step(self.completed + 1)
+                step = self.completed + 1
+                with profiling.trace(step, self.traced, self.workdir / "tensorboard"):
+                    self.step(step)
                 self._settle()
         except (StopRequested, TaskUnavailable):
             self.save()
@@ -263,19 +267,28 @@ class Trainer:
     def optimise(self, step: int, batches: Sequence[Batch]) -> dict[str, float]:
         """The optimizer steps on a step's batches: 7 of METHOD section 1.
 
+        All are dispatched before the host waits for the first; nothing moves between host and
+        devices but the batches, before, and the metrics, after.
+
         Raises:
           NonfiniteUpdates: too many updates in a row had to be skipped.
         """
         started = time.perf_counter()
-        if self._logprobs is not None:
-            batches = [
-                dataclasses.replace(batch, old_logprobs=self._logprobs(self.state.params, batch))
-                for batch in batches
-            ]
-        metrics = []
-        for batch in [*batches] * self.settings.epochs:
-            self.state, outcome = self._update(self.state, self.reference, batch)
-            metrics.append(self._checked(step, batch, update.metrics(outcome)))
+        placed = [update.put_batch(batch, self.mesh) for batch in batches]
+        outcomes = []
+        with jax.transfer_guard("disallow"):
+            if self._logprobs is not None:
+                placed = [
+                    dataclasses.replace(each, old_logprobs=self._logprobs(self.state.params, each))
+                    for each in placed
+                ]
+            for batch in placed * self.settings.epochs:
+                self.state, outcome = self._update(self.state, self.reference, batch)
+                outcomes.append(outcome)
+        metrics = [
+            self._checked(step, batch, update.metrics(outcome))
+            for batch, outcome in zip([*batches] * self.settings.epochs, outcomes, strict=True)
+        ]
         return mean_metrics(metrics) | {"timing_s/update": time.perf_counter() - started}
 
     def sync(self, version: int) -> dict[str, float]:
@@ -308,7 +321,12 @@ class Trainer:
             "perf/throughput": sum(lengths) / seconds / jax.device_count(),
         }
         utilisation = mfu(train_flops(self.model, lengths), metrics["timing_s/update"])
-        return named if utilisation is None else named | {"perf/mfu": utilisation}
+        if utilisation is not None:
+            named["perf/mfu"] = utilisation
+        peak = memory_peak()
+        if peak is not None:
+            named["perf/max_memory_allocated_gb"] = peak / 2**30
+        return named
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         self.log.scalars(step, metrics)

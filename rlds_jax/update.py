@@ -209,6 +209,11 @@ def batch_shardings(mesh: Mesh, with_old_logprobs: bool = False) -> Batch:
     return Batch(**fields)
 
 
+def put_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """Copies a packed batch, the same in every process, to the devices of `mesh`."""
+    return jax.device_put(batch, batch_shardings(mesh, batch.old_logprobs is not None))
+
+
 def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch, mesh: Mesh | None):
     """Log-probability and entropy of the active targets, [rows, row_length] float32, else 0."""
     hidden = qwen3.hidden_states(
@@ -373,7 +378,7 @@ def make_logprobs(
         zeros = jnp.zeros(batch.targets.shape, jnp.float32)
         return lax.fori_loop(0, batch.num_micro, body, zeros)
 
-    return jax.jit(logprobs)
+    return jax.jit(logprobs, out_shardings=None if mesh is None else sharding.row_sharding(mesh))
 
 
 def metrics(outcome: Outcome) -> dict[str, float]:

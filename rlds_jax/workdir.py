@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 from flax import traverse_util
 from ml_collections import ConfigDict
 
 from rlds_jax import run_files
 
 # What a resumed run may change: none of it enters the numbers of the steps that were taken.
-FREE = ("steps", "checkpoint.", "mesh.", "batch.max_micro")
+FREE = ("steps", "checkpoint.", "mesh.", "batch.max_micro", "profile_steps")
 # What a resumed run changes or removes, so that it must be a run's own.
 MADE = ("checkpoints", "rollouts.jsonl", "validation.jsonl", "tensorboard")
 
@@ -37,8 +39,13 @@ def claim(workdir: Path, config: ConfigDict) -> TextIO:
             f"workdir {workdir} holds {', '.join(made)} but no {run_files.CONFIG}, so they may not "
             "be a run's; give a new directory, or bring the file back"
         )
-    workdir.mkdir(parents=True, exist_ok=True)
-    lock = (workdir / "lock").open("a")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / "lock").open("a")
+    except OSError as error:
+        raise OSError(
+            f"workdir {workdir} cannot be made or written ({error}); give another"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -57,6 +64,12 @@ def claim(workdir: Path, config: ConfigDict) -> TextIO:
             )
     run_files.write_json(path, new)
     return lock
+
+
+def keep_compilations(workdir: Path) -> None:
+    """Compiled programs are kept in the workdir, or where JAX_COMPILATION_CACHE_DIR says."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(workdir / "compilations"))
 
 
 def has_results(workdir: Path) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 _CACHE = tempfile.TemporaryDirectory(prefix="rlds_jax_tests_")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _CACHE.name)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 @pytest.fixture(scope="session")

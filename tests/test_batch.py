@@ -76,6 +76,14 @@ def test_first_fit_takes_the_first_row_with_room():
     assert [[s.key[0] for s in row] for row in rows] == [["a", "c"], ["b"], ["d"]]
 
 
+def test_packing_wastes_under_8_percent():
+    """512 sequences, in the order they came: log-uniform in [64, 4096], in rows of 4096."""
+    lengths = np.exp(np.random.default_rng(0).uniform(np.log(64), np.log(4096), 512)).astype(int)
+    sequences = [sequence(f"{i:03}", n + 1) for i, n in enumerate(lengths)]
+    rows = batching.first_fit(sequences, 4096)
+    assert 1 - lengths.sum() / (4096 * len(rows)) < 0.08
+
+
 def test_sequences_without_weights_are_not_packed():
     batch = batching.pack([sequence("a", 6, weight=0.0)], BatchLayout(1, 8, 1))
     assert batch.num_micro == 0

@@ -71,6 +71,33 @@ def test_started_gathers_and_transposed_groups_are_read():
     assert sent == {"data+fsdp": 2560 * 64 * 2 * 7 / 8, "data": 2 * 32 / 2, "fsdp": 16}
 
 
+LOOPS = """\
+HloModule x
+%under_36 (p: (s32[])) -> pred[] {
+  %n = s32[]{:T(128)} constant(36), metadata={op_name="n"}
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+%under_used (p: (s32[], s32[])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %used), direction=LT
+}
+%layer (p: (s32[])) -> (s32[]) {
+  %g = f32[8]{0} all-gather(%p), replica_groups=[1,8]<=[8]
+}
+%micro (p: (s32[], s32[])) -> (s32[], s32[]) {
+  %l = (s32[]) while(%p), condition=%under_36, body=%layer
+  %c = (s32[]) while(%p), condition=%under_used, body=%layer
+}
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %m = (s32[], s32[]) while(%p), condition=%under_used, body=%micro
+}
+"""
+
+
+def test_a_loop_is_counted_by_its_condition():
+    sent = collectives.traffic(LOOPS, _Shape((8,), ("fsdp",)), inner_trips=5)
+    assert sent == {"fsdp": (36 + 5) * 32 * 7 / 8}
+
+
 class _Shape:
     """What `traffic` reads of a mesh."""
 

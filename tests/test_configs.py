@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import common, frozenlake, hotpotqa, scienceworld
+from configs import common, deepresearch, frozenlake, hotpotqa, scienceworld
 from rlds_jax.play import make_task
 from rlds_jax.rollouts.config import RolloutConfig
 from rlds_jax.trainer import check_lengths
@@ -84,6 +84,37 @@ def test_paper_scale_is_that_of_the_method(module, turns):
     assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (1024, 4096)
     assert (rollout.temperature, config.task.options.max_turns) == (0.7, turns)
     assert (config.optimizer.learning_rate, config.loss.kl_coefficient) == (1e-6, 1e-3)
+
+
+def test_deepresearch_at_paper_scale_is_that_of_the_method_and_lacks_its_task():
+    config, rlvr = deepresearch.get_config(), deepresearch.get_config("rlvr")
+    assert (config.steps, config.prompts_per_step) == (315, 32)
+    rollout = config.rollout
+    assert (rollout.group_size, rollout.retry_budget, rlvr.rollout.group_size) == (6, 3, 8)
+    assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (2048, 16384)
+    assert (rollout.temperature, config.advantage.num_turns >= 10) == (1.0, True)
+    check_lengths(RolloutConfig(**rollout), config.engine.max_context, config.batch.row_length)
+    with pytest.raises(
+        ValueError, match=r"tasks\.deepresearch\.task:DeepResearch' cannot be found"
+    ):
+        make_task(config.task)
+
+
+@pytest.mark.parametrize("module", [frozenlake, hotpotqa, scienceworld, deepresearch])
+def test_a_worst_step_at_paper_scale_fits_its_batch_on_eight_devices(module):
+    """A row per rollout and auxiliary pair; rows that eight devices, or a TPU slice, divide."""
+    for arg in ("rlds", "rlvr"):
+        config = module.get_config(arg)
+        assert config.batch.rows % 8 == config.batch.row_length % 512 == 0
+        rollout = config.rollout
+        retries = rollout.retry_budget if arg == "rlds" else 0
+        rollouts = config.prompts_per_step * (rollout.group_size + retries)
+        pairs = 2 * config.training.max_pairs if arg == "rlds" else 0
+        longest = (
+            rollout.max_prompt_tokens + rollout.max_guidance_tokens + rollout.max_response_tokens
+        )
+        in_a_row = config.batch.row_length // longest
+        assert (rollouts + pairs) / in_a_row <= config.batch.rows * config.batch.max_micro
 
 
 def test_scienceworld_at_paper_scale_is_that_of_the_method():

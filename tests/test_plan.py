@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import pytest
 
-from configs import frozenlake
+from configs import frozenlake, hotpotqa
 from rlds_jax import plan, topology
 from rlds_jax.models import weights
+from rlds_jax.models.config import QWEN3_4B
 
 TARGET = topology.Topology("h100:1", topology.CHIPS["h100"], 1)
 
@@ -44,6 +45,23 @@ def test_a_step_is_bounded_by_its_slowest_part(planned):
     assert seconds["bound"] == max(seconds["compute"], seconds["memory"], seconds["links"])
     policy, reference = result["flops_per_micro_batch"].values()
     assert policy == pytest.approx(3 * reference, rel=0.15)
+
+
+@pytest.mark.parametrize(("remat", "most"), [("none", 1.02), ("full", 1.36)])
+def test_the_policy_of_the_paper_computes_little_twice(remat, most, monkeypatch):
+    """Against 6 N, causal attention, and the logits that the head's backward computes again."""
+    monkeypatch.setattr(topology, "devices", lambda _: jax.devices()[:1])
+    config = hotpotqa.get_config()
+    config.compute.remat = remat
+    program = plan.program(config, QWEN3_4B, TARGET)
+    tokens = config.batch.rows * config.batch.row_length
+    logits = 2 * QWEN3_4B.hidden_size * QWEN3_4B.vocab_size * tokens
+    work = plan.work(program)
+    least = plan.useful_flops(program)
+    policy = work["policy"].flops + work["policy"].attention
+    assert 1 <= policy / (least + logits) <= most
+    reference = work["reference"].flops + work["reference"].attention
+    assert reference == pytest.approx(least / 3)
 
 
 def test_the_table_names_what_was_found(planned):

@@ -71,7 +71,8 @@ def test_without_validation_its_entries_are_null(tmp_path):
     assert "rlds_jax.export" not in shown
 
 
-def test_the_text_has_intervals_places_and_commands(tmp_path):
+def test_the_text_has_intervals_places_and_commands(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", "/elsewhere/bin/python")
     workdir = logged(tmp_path / "my run", {0: 0.25, 3: 0.5})
     lines = summary.text(summary.write(workdir), workdir).splitlines()
     assert lines[0].endswith(f"are in {workdir}")
@@ -80,7 +81,7 @@ def test_the_text_has_intervals_places_and_commands(tmp_path):
     assert not any("validation   best" in line for line in lines)  # it is the last
     assert "seconds a step (phases overlap): step 3.00, gen 1.50, retry 0.50" in lines
     commands = [line.partition(" -m ") for line in lines[lines.index("next:") + 1 :]]
-    assert {python.strip() for python, _, _ in commands} == {sys.executable}
+    assert {python.strip() for python, _, _ in commands} == {"/elsewhere/bin/python"}
     assert [rest for _, _, rest in commands] == [
         f"tensorboard.main --logdir='{workdir}'/tensorboard",
         f"experiments.figures credit --workdir='{workdir}' --step=3",

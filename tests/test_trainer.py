@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from configs import frozenlake
-from rlds_jax import run_files
+from rlds_jax import batch as batching
+from rlds_jax import run_files, update
 from rlds_jax.batch import BatchError, BatchLayout
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.frozenlake import SUBTASKS
@@ -85,6 +86,7 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
     command = [sys.executable, "-m", "rlds_jax.train", f"--workdir={tmp_path}"]
     flags = [f"--config=configs/frozenlake.py:tiny,{condition}", "--config.steps=2"]
     flags += ["--config.validation.num_items=8"]
+    flags += ["--config.profile_steps=2:2"] if condition == "rlvr" else []
     done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -105,6 +107,9 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
     assert [v["step"] for v in validations] == [0, 2]
     assert scalars["val/frozenlake/reward/mean"] == pytest.approx([v["mean"] for v in validations])
     assert all(len(v["rewards"]) == 8 for v in validations)
+
+    traces = [*(tmp_path / "tensorboard").glob("plugins/profile/*/*.xplane.pb")]
+    assert len(traces) == (condition == "rlvr")
 
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["val_after"]["mean"] == validations[1]["mean"]
@@ -201,6 +206,16 @@ def test_retries_can_be_trained_without_their_guidance(start):
     second = start(tiny(clean_retries=True), "clean").step(1)
     assert first["retry/count"] == second["retry/count"] > 0
     assert first["rollout_corr/logprob_diff_max"] < 1e-3 < second["rollout_corr/logprob_diff_max"]
+
+
+def test_a_batch_that_moves_to_the_device_unasked_is_refused(start, monkeypatch):
+    run = start(tiny())
+    tokens, weight = np.arange(9, dtype=np.int32), np.ones(9, np.float32)
+    batch = batching.pack([batching.nll_sequence(("a",), tokens, weight)], run.layout)
+    assert run.optimise(1, [batch])["actor/update_empty"] == 0
+    monkeypatch.setattr(update, "put_batch", lambda batch, mesh: batch)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        run.optimise(2, [batch])
 
 
 def test_rollouts_are_on_disk_when_the_update_fails(start, tmp_path):

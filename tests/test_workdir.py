@@ -1,6 +1,7 @@
 """A workdir belongs to one process and one config."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -15,6 +16,29 @@ def test_the_config_is_kept_and_accepted_again(tmp_path):
     workdir.claim(tmp_path, config).close()
     assert json.loads((tmp_path / "config.json").read_text())["task"]["options"]["size"] == [4, 4]
     workdir.claim(tmp_path, config).close()
+
+
+COMPILE = """
+import jax, pathlib, sys
+from rlds_jax import workdir
+
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+workdir.keep_compilations(pathlib.Path(sys.argv[1]))
+jax.jit(lambda x: x + 1)(0)
+jax.clear_caches()
+jax.jit(lambda x: x + 1)(0)
+print(hits.count("/jax/compilation_cache/cache_hits"))
+"""
+
+
+def test_a_compiled_program_is_found_in_the_workdir(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
+    environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    command = [sys.executable, "-c", COMPILE, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("1", 0), done.stderr
+    assert any((tmp_path / "compilations").iterdir())
 
 
 def test_a_run_may_be_made_longer_and_saved_more_often(tmp_path):
@@ -60,7 +84,7 @@ def test_a_workdir_in_use_is_refused_until_its_process_ends(tmp_path):
 
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(OSError, match=r"workdir .*file.* give another"):
         workdir.claim(tmp_path / "file" / "run", frozenlake.get_config("tiny"))
 
 

@@ -139,3 +139,17 @@ class ModelConfig:
             "attention_bias": False,
             "max_position_embeddings": self.max_positions,
         }
+
+
+QWEN3_4B = ModelConfig(  # Qwen3-4B-Instruct-2507
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=5e6,
+    tie_embeddings=True,
+    max_positions=262144,
+)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from rlds_jax.models.config import ModelConfig
+from rlds_jax.models.config import QWEN3_4B, ModelConfig
 from rlds_jax.models.qwen3 import parameter_table
 
 COLUMNS = (
@@ -96,3 +96,8 @@ def test_a_config_goes_there_and_back(common, sizes, count):
     config = ModelConfig.from_hf(common | dict(zip(COLUMNS, sizes, strict=True)))
     assert ModelConfig.from_hf(config.to_hf()) == config
     assert config.to_hf()["model_type"] == common["model_type"]
+
+
+def test_the_model_of_the_paper_is_its_published_configuration():
+    common, sizes, _ = MODELS["Qwen3-4B-Instruct-2507"]
+    assert ModelConfig.from_hf(common | dict(zip(COLUMNS, sizes, strict=True))) == QWEN3_4B

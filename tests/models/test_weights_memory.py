@@ -4,6 +4,7 @@ Measured as the process's anonymous resident memory every millisecond: what is m
 files is not in it.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -72,11 +73,11 @@ assert 0.95 * embed < max(saving) < 1.05 * embed * (1 + mesh.shape["data"])
 """
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 2, 2, 2)], ids=str)
 def test_neither_way_holds_the_model(mesh, tmp_path):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={mesh[0] * mesh[1] * mesh[2]}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={math.prod(mesh)}",
         "PYTHONPATH": str(Path(__file__).parents[2]),
         # Freed arrays go back to the system: what malloc kept would hide the next ones.
         "MALLOC_MMAP_THRESHOLD_": "65536",
