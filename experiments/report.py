@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 SCIENCEWORLD = ROOT / "docs" / "tasks" / "scienceworld.md"
 
+Sections = dict[str, Callable[[dict[str, Any]], list[str]]]
+
 
 def engine(result: dict[str, Any]) -> list[str]:
     """Rollout throughput of the local engine and of transformers."""
@@ -231,7 +233,7 @@ def scienceworld_conditions(result: dict[str, Any]) -> list[str]:
     ]
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+SECTIONS: Sections = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
@@ -241,12 +243,12 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
-SCIENCEWORLD_SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+SCIENCEWORLD_SECTIONS: Sections = {
     "scienceworld": scienceworld,
     "tiny_scienceworld": tiny_scienceworld,
     "scienceworld_conditions": scienceworld_conditions,
 }
-PAGES = {README: SECTIONS, SCIENCEWORLD: SCIENCEWORLD_SECTIONS}
+PAGES: dict[Path, Sections] = {README: SECTIONS, SCIENCEWORLD: SCIENCEWORLD_SECTIONS}
 
 
 def render(page: Path) -> str:
