@@ -12,11 +12,13 @@ from rlds_jax.advantages import AdvantageConfig
 from rlds_jax.checkpoint import CheckpointConfig
 from rlds_jax.losses import LossConfig
 from rlds_jax.rollouts.config import RolloutConfig
+from rlds_jax.rollouts.engines.vllm_config import VllmConfig
 from rlds_jax.step_batch import UpdateConfig
 from rlds_jax.update import ComputeConfig, OptimizerConfig
 from rlds_jax.validation import ValidationConfig
 
 CONDITIONS = ("rlds", "base_reflection", "rlvr")
+ENGINES = ("vllm",)  # in place of the embedded one
 
 
 def parse_arg(arg: str | None, variants: Sequence[str]) -> set[str]:
@@ -26,9 +28,10 @@ def parse_arg(arg: str | None, variants: Sequence[str]) -> set[str]:
       ValueError: an unknown variant, or more than one condition.
     """
     chosen = [part.strip() for part in (arg or "").split(",") if part.strip()]
-    unknown = [part for part in chosen if part not in (*variants, *CONDITIONS)]
+    known = [*variants, *CONDITIONS, *ENGINES]
+    unknown = [part for part in chosen if part not in known]
     if unknown:
-        raise ValueError(f"config variant {unknown} is unknown; use {[*variants, *CONDITIONS]}")
+        raise ValueError(f"config variant {unknown} is unknown; use {known}")
     if len(set(chosen) & set(CONDITIONS)) > 1:
         raise ValueError(f"config variants {chosen} name more than one of {list(CONDITIONS)}")
     return set(chosen)
@@ -97,12 +100,25 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.batch.row_length = 8192
     config.batch.max_micro = 96
 
-    # The embedded engine; see rlds_jax/rollouts/engines/local.py.
-    config.engine = ConfigDict()
-    config.engine.num_slots = 256
-    config.engine.max_context = 8192
-    config.engine.cache_tokens = 131072
-    config.engine.max_cache_bytes = 24 * 2**30
-    config.engine.tokens_per_dispatch = 8
-    config.engine.compute_dtype = "bfloat16"
+    config.engine = _vllm_engine() if "vllm" in chosen else _local_engine()
     return config
+
+
+def _local_engine() -> ConfigDict:
+    """The embedded engine; see rlds_jax/rollouts/engines/local.py."""
+    engine = ConfigDict()
+    engine.kind = "local"
+    engine.num_slots = 256
+    engine.max_context = 8192
+    engine.cache_tokens = 131072
+    engine.max_cache_bytes = 24 * 2**30
+    engine.tokens_per_dispatch = 8
+    engine.compute_dtype = "bfloat16"
+    return engine
+
+
+def _vllm_engine() -> ConfigDict:
+    """vLLM in a sidecar; see rlds_jax/rollouts/engines/vllm_config.py."""
+    engine = section(VllmConfig)
+    engine.kind = "vllm"
+    return engine

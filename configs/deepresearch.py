@@ -26,6 +26,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
         config.rollout.group_size = 8
     # A judge reads prompt, guidance and response, and its own instructions, and answers. At worst
     # each rollout of the 32 groups, up to 9, and each of 128 auxiliary pairs fills a row.
-    config.engine.update(num_slots=128, max_context=22528)
+    config.engine.max_context = 22528
+    if config.engine.kind == "local":
+        config.engine.num_slots = 128
     config.batch.update(rows=8, row_length=22528, max_micro=64)
     return config.lock()

@@ -11,6 +11,8 @@ On two CPU cores, with the policy that comes with the package:
 
     python -m rlds_jax.train --config=configs/frozenlake.py:tiny --workdir=runs/tiny
 
+With the variant `vllm` (`frozenlake.py:tiny,vllm`) vLLM rolls out, in a sidecar (docs/sidecar.md).
+
 The conditions to compare with are `frozenlake.py:rlvr` and `frozenlake.py:base_reflection`, and
 `frozenlake.py:tiny,rlvr` and so on at small scale: 6 rollouts where rlds has 4 and up to 2 retries.
 """
@@ -54,12 +56,23 @@ def _tiny(config: ConfigDict) -> None:
     config.validation.every = 10
     config.compute.update(dtype="float32", remat="none", logprob_chunk=512)
     config.batch.update(rows=2, row_length=1280, max_micro=64)
-    # Few slots, so that they stay busy; few tokens per dispatch, since turns are short.
-    config.engine.update(
-        num_slots=12,
-        max_context=1280,
-        cache_tokens=65536,
-        max_cache_bytes=2**28,
-        tokens_per_dispatch=3,
-        compute_dtype="float32",
-    )
+    if config.engine.kind == "vllm":
+        config.engine.update(
+            placement="cpu",
+            replicas=1,
+            gpus=(),
+            dtype="float32",
+            max_context=1280,
+            max_requests=64,
+            cache_bytes=2**28,
+            bucket_bytes=2**22,
+        )
+    else:  # few slots, so that they stay busy; few tokens per dispatch, since turns are short
+        config.engine.update(
+            num_slots=12,
+            max_context=1280,
+            cache_tokens=65536,
+            max_cache_bytes=2**28,
+            tokens_per_dispatch=3,
+            compute_dtype="float32",
+        )

@@ -87,6 +87,39 @@ def sdae(result: dict[str, Any]) -> list[str]:
     return _table(columns, rows)
 
 
+def compile_time(result: dict[str, Any]) -> list[str]:
+    """What depth adds to the time it takes to compile."""
+    few, many = (result["seconds"][layers] for layers in ("4", "36"))
+    return [
+        f"Qwen3-4B's update compiles for {result['topology']} in {many:.0f} s of CPU time, "
+        f"{many / few:.2f}x that of 4 layers."
+    ]
+
+
+def plans(result: dict[str, Any]) -> list[str]:
+    """The paper's updates on absent accelerators."""
+    columns = [
+        "update of Qwen3-4B, planned",
+        "attention",
+        "GiB per device",
+        "left beside a 40% engine",
+        "s per step at most, if ideal",
+        "compiled in s",
+    ]
+    rows = [
+        [
+            f"`{p['config']}` on {p['topology']}",
+            p["attention"],
+            f"{p['peak'] / 2**30:.1f}",
+            f"{p['available'] / 2**30:.1f}",
+            f"{p['seconds_per_step']['bound']:.0f}",
+            f"{p['compile_seconds']:.0f}",
+        ]
+        for p in result["plans"]
+    ]
+    return _table(columns, rows)
+
+
 def tiny_policy(result: dict[str, Any]) -> list[str]:
     """The measured quality of the bundled policy's roles."""
     what = {
@@ -233,13 +266,54 @@ def scienceworld_conditions(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def engines(result: dict[str, Any]) -> list[str]:
+    """The demo's validation curve by either engine."""
+    columns = ["validation after step", "local engine", "vLLM", "vLLM less local"]
+    rows = [
+        [
+            str(at["step"]),
+            _interval(at["local"], ""),
+            _interval(at["vllm"], ""),
+            _interval(at["difference"], "+"),
+        ]
+        for at in result["steps"]
+    ]
+    found = result["agreement"]
+    return [
+        *_table(columns, rows),
+        "",
+        f"Seed {result['seed']}, {result['steps'][0]['local']['n']} boards, vLLM {result['vllm']}. "
+        f"vLLM's log-probabilities and the trainer's differ by {found['logprob_diff_max']:.1e} at "
+        f"most; {found['rollout_is_truncated']:.0%} of the tokens were truncated, sidecars "
+        f"restarted {found['restarts']:.0f} times.",
+    ]
+
+
+def sidecar(result: dict[str, Any]) -> list[str]:
+    """Weights to vLLM, and sampling beside the local engine."""
+    sync, made = result["sync"], result["generation"]
+    rows = [
+        [f"sync of {sync['gigabytes']:.2f} GB, GB/s", "", f"{sync['gb_per_s']:.2f}"],
+        [
+            f"{made['requests']} requests of a step of the demo, tokens/s",
+            f"{made['local_tokens_per_s']:,.0f}",
+            f"{made['vllm_tokens_per_s']:,.0f}",
+        ],
+    ]
+    return _table(["", "local engine", f"vLLM {result['vllm']}"], rows)
+
+
 SECTIONS: Sections = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
+    "plans": plans,
+    "compile_time": compile_time,
     "tiny_policy": tiny_policy,
     "demo": demo,
     "conditions": conditions,
+    "engines": engines,
+    "sidecar": sidecar,
 }
 
 

@@ -61,8 +61,10 @@ def main(config: ConfigDict | None, workdir: Path | None) -> None:
             raise ValueError("--config names no task to play; give that of a task")
         if workdir is not None and config is None and _MODEL.value is None:
             config = saved.config(workdir)
+            play.reserve_devices(config)
             what, (step, *policy) = str(workdir), saved.policy(workdir, _STEP.value)
         elif _MODEL.value is not None and config is not None and workdir is None:
+            play.reserve_devices(config)
             source = hub.local_directory(_MODEL.value)
             mesh = sharding.make_mesh(**config.mesh)
             layout = sharding.parameter_shardings(weights.load_config(source), mesh)

@@ -5,6 +5,7 @@
 The program is the one that training runs, compiled by the real compiler. Memory is what the
 compiler reports, per device. FLOPs are counted on the jaxpr (flops.py), traffic between devices on
 the compiled program (collectives.py). A step is that of the longest rollouts the config allows.
+What vLLM takes, GPUs or a part of them, is what `engine.gpus` and `engine.memory_fraction` say.
 Exit code 1, with advice, when it does not fit.
 """
 
@@ -23,17 +24,20 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from rlds_jax import batch as batching
-from rlds_jax import collectives, commands, flops, sharding, topology, update
+from rlds_jax import collectives, commands, flops, play, sharding, topology, update
 from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.losses import LossConfig
 from rlds_jax.models import attention_gate, hub, qwen3, weights
+from rlds_jax.models.attention import Choice
 from rlds_jax.models.config import ModelConfig
 
 TOPOLOGY = flags.DEFINE_string("topology", "h100:8", "Chip and number, or slice: v5e:4x4.")
 FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "How to print the result.")
 ENGINE = flags.DEFINE_float(
-    "engine_share", 0.4, "Part of each device's memory left to the engine.", 0.0, 1.0
+    "engine_share", 0.4, "Part of each device's memory left to the local engine.", 0.0, 1.0
 )
+Shares = tuple[float, float]  # of a device's memory: the engine's while sampling, and in the update
+
 MARGIN = 2 * 2**30  # bytes of a device that the runtime, collectives and fragmentation take
 
 
@@ -64,23 +68,15 @@ class Program:
         return self.arguments[2].old_logprobs is not None
 
 
-def program(config: ConfigDict, model: ModelConfig, target: topology.Topology) -> Program:
-    """The update that `config` trains `model` with on `target`.
+def program(config: ConfigDict, model: ModelConfig, mesh: Mesh, attention: Choice) -> Program:
+    """The update that `config` trains `model` with on `mesh`, `attention` in place of its own.
 
     Raises:
       ValueError: model, batch and mesh do not fit each other.
-      RuntimeError: the target cannot be compiled for here.
     """
-    mesh = sharding.make_mesh(**config.mesh, devices=topology.devices(target))
     layout = BatchLayout(**config.batch)
     sharding.check_mesh(model, mesh, layout.rows)
-    compute = update.ComputeConfig(**config.compute)
-    if compute.attention == "auto":
-        capability = target.chip.capability or (0, 0)
-        names = attention_gate.candidates(
-            target.chip.platform, capability[0] + capability[1] / 10, compute.dtype
-        )
-        compute = dataclasses.replace(compute, attention=names[0])
+    compute = dataclasses.replace(update.ComputeConfig(**config.compute), attention=attention)
     optimizer = update.OptimizerConfig(**config.optimizer)
     loss = LossConfig(**config.loss)
     several = config.training.epochs * config.training.minibatches > 1
@@ -92,6 +88,23 @@ def program(config: ConfigDict, model: ModelConfig, target: topology.Topology) -
         reference = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, compute.dtype), params)
     arguments = (state, reference, _abstract_batch(layout, several))
     return Program(model, optimizer, loss, compute, layout, mesh, arguments)
+
+
+def kernel(config: ConfigDict, chip: topology.Chip) -> Choice:
+    """The attention kernel that training takes on a chip where every kernel is right."""
+    if config.compute.attention != "auto":
+        return config.compute.attention
+    major, minor = chip.capability or (0, 0)
+    return attention_gate.candidates(chip.platform, major + minor / 10, config.compute.dtype)[0]
+
+
+def peak(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a device needs at most, arguments included."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return getattr(memory, "peak_memory_in_bytes", 0) or (
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    )
 
 
 def _abstract_batch(layout: BatchLayout, with_old_logprobs: bool) -> Batch:
@@ -132,15 +145,39 @@ def work(plan: Program) -> dict[str, flops.Work]:
     }
 
 
+def beside_engine(
+    config: ConfigDict, target: topology.Topology, local_share: float
+) -> tuple[topology.Topology, Shares]:
+    """What the config's engine leaves of a target: devices, and the engine's shares of each.
+
+    Raises:
+      ValueError: the engine's GPUs are not those of the target.
+    """
+    settings = play.vllm_settings(config)
+    if settings is None:
+        return target, (local_share, local_share)
+    if settings.placement == "cpu":
+        return target, settings.shares
+    if target.chip.platform != "gpu" or target.devices != settings.host_gpus:
+        raise ValueError(
+            f"engine.host_gpus is {settings.host_gpus}, but {target.name} is not one host of as "
+            "many GPUs: change --topology or engine.host_gpus"
+        )
+    left = dataclasses.replace(target, devices=len(settings.trainer_gpus))
+    return left, settings.shares
+
+
 def measure(
-    config: ConfigDict, model: ModelConfig, target: topology.Topology, engine_share: float
+    config: ConfigDict, model: ModelConfig, target: topology.Topology, shares: Shares
 ) -> dict[str, Any]:
     """Everything the command prints, as JSON values; bytes, FLOPs and seconds.
 
     Raises:
-      As `program`.
+      ValueError: model, batch and mesh do not fit each other.
+      RuntimeError: the target cannot be compiled for here.
     """
-    plan = program(config, model, target)
+    mesh = sharding.make_mesh(**config.mesh, devices=topology.devices(target))
+    plan = program(config, model, mesh, kernel(config, target.chip))
     started = time.perf_counter()
     try:
         with topology.absent(target.chip):
@@ -148,28 +185,27 @@ def measure(
     except jax.errors.JaxRuntimeError as error:  # a TPU's compiler judges the fit itself
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return _too_large(plan, target, engine_share, str(error))
+        return _too_large(plan, target, shares, str(error))
     seconds = time.perf_counter() - started
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None
     chunks = -(-plan.layout.rows * plan.layout.row_length // plan.compute.logprob_chunk)
     sent = collectives.traffic(text, plan.mesh, chunks)
-    peak = getattr(memory, "peak_memory_in_bytes", 0) or (
-        memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    )
+    needed = peak(compiled)
+    static = _static(plan, target, shares)
     return {
-        **_static(plan, target, engine_share),
+        **static,
         "temporaries": memory.temp_size_in_bytes,
-        "peak": peak,
-        "fits": peak <= _available(target, engine_share),
+        "peak": needed,
+        "fits": needed <= static["available"] and _kept(static) <= static["available_sampling"],
         "compile_seconds": seconds,
         "collectives_per_micro_batch": sent,
         **_roofline(config, plan, target, sent),
     }
 
 
-def _static(plan: Program, target: topology.Topology, engine_share: float) -> dict[str, Any]:
+def _static(plan: Program, target: topology.Topology, shares: Shares) -> dict[str, Any]:
     """What is known before compiling."""
     state, reference, batch = plan.arguments
     layout = update.state_shardings(plan.model, update.make_optimizer(plan.optimizer), plan.mesh)
@@ -186,10 +222,16 @@ def _static(plan: Program, target: topology.Topology, engine_share: float) -> di
         "optimizer": _held(state.opt_state, layout.opt_state),
         "reference": _held(reference, layout.params) if reference is not None else 0,
         "batch": _held(batch, batches),
-        "available": _available(target, engine_share),
+        "available": _available(target, shares[1]),
+        "available_sampling": _available(target, shares[0]),
         "device_memory": target.chip.memory,
-        "engine_share": engine_share,
+        "engine_share": shares[0],
     }
+
+
+def _kept(static: dict[str, Any]) -> int:
+    """Bytes of one device that the trainer holds while the engine samples."""
+    return static["parameters"] + static["optimizer"] + static["reference"]
 
 
 def _held(tree: Any, shardings: Any) -> int:
@@ -210,9 +252,9 @@ def _available(target: topology.Topology, engine_share: float) -> int:
     return int(target.chip.memory * (1 - engine_share)) - MARGIN
 
 
-def _too_large(plan, target, engine_share, message: str) -> dict[str, Any]:
+def _too_large(plan, target, shares: Shares, message: str) -> dict[str, Any]:
     first = next((line for line in message.splitlines() if "hbm" in line.lower()), message[:300])
-    return {**_static(plan, target, engine_share), "fits": False, "compiler": first.strip()}
+    return {**_static(plan, target, shares), "fits": False, "compiler": first.strip()}
 
 
 def _roofline(
@@ -301,7 +343,9 @@ def advice(result: dict[str, Any], config: ConfigDict) -> list[str]:
         lines.append("mesh.tensor=2 with batch.rows halved halves the activations of a device")
     lines.append("more devices on mesh.fsdp split parameters, moments and reference further")
     if result["engine_share"]:
-        lines.append("--engine_share says what the engine gets; a smaller one leaves more")
+        lines.append(
+            "a smaller --engine_share, or with vLLM engine.memory_fraction, leaves more to training"
+        )
     return lines
 
 
@@ -347,7 +391,7 @@ def main(config: ConfigDict, _: Path | None) -> None:
         target = topology.parse(TOPOLOGY.value)
         model = weights.load_config(hub.config_directory(config.model.path))
         try:
-            result = measure(config, model, target, ENGINE.value)
+            result = measure(config, model, *beside_engine(config, target, ENGINE.value))
         except RuntimeError as error:
             raise ValueError(str(error)) from error
     print(json.dumps(result, indent=1) if FORMAT.value == "json" else table(result))

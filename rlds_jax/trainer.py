@@ -118,6 +118,7 @@ class Trainer:
         compute = update.ComputeConfig(**config.compute)
         optimizer = update.OptimizerConfig(**config.optimizer)
         transform = update.make_optimizer(optimizer)
+        play.reserve_devices(config)
         self.mesh = mesh = sharding.make_mesh(**config.mesh)
         check_lengths(self.rollout, config.engine.max_context, self.layout.row_length)
         source = hub.local_directory(config.model.path)
@@ -141,7 +142,13 @@ class Trainer:
             self._restore(params, transform, shardings)
             opened.callback(self.log.close)
             self.context = play.make_context(
-                config, self.task, source, self.model, self.state.params, version=self.completed
+                config,
+                self.task,
+                source,
+                self.model,
+                self.state.params,
+                version=self.completed,
+                workdir=workdir,
             )
             self.engine = self.context.engine
             opened.callback(self.engine.close)
@@ -236,6 +243,7 @@ class Trainer:
         self._record(step, groups, estimate)
         batches, pair_metrics = make_batches(trained, estimate, self.settings, self.layout)
         metrics |= estimate.metrics | pair_metrics | share_metrics(self.task, rows, estimate.share)
+        self.engine.sleep()
         metrics |= self.optimise(step, batches)
         metrics |= self.sync(step)
         metrics |= self.engine.metrics()

@@ -25,6 +25,10 @@ CONFIGS = {
     for module, variant in VARIANTS
     for condition in ("", "rlvr", "base_reflection")
     for arg in (condition, f"{variant},{condition}".strip(","))
+} | {
+    "frozenlake:vllm": frozenlake.get_config("vllm"),
+    "frozenlake:tiny,vllm": frozenlake.get_config("tiny,vllm"),
+    "scienceworld:vllm": scienceworld.get_config("vllm"),
 }
 ITEMS = {
     "frozenlake:": (20_000, 500),

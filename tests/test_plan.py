@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from configs import frozenlake, hotpotqa
-from rlds_jax import plan, topology
+from rlds_jax import plan, sharding, topology
 from rlds_jax.models import weights
 from rlds_jax.models.config import QWEN3_4B
 
@@ -21,7 +21,7 @@ def planned():
     model = weights.load_config(config.model.path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "devices", lambda _: jax.devices()[:1])
-        result = plan.measure(config, model, TARGET, engine_share=0.4)
+        result = plan.measure(config, model, TARGET, shares=(0.4, 0.4))
     return config, result
 
 
@@ -48,12 +48,13 @@ def test_a_step_is_bounded_by_its_slowest_part(planned):
 
 
 @pytest.mark.parametrize(("remat", "most"), [("none", 1.02), ("full", 1.36)])
-def test_the_policy_of_the_paper_computes_little_twice(remat, most, monkeypatch):
+def test_the_policy_of_the_paper_computes_little_twice(remat, most):
     """Against 6 N, causal attention, and the logits that the head's backward computes again."""
-    monkeypatch.setattr(topology, "devices", lambda _: jax.devices()[:1])
     config = hotpotqa.get_config()
     config.compute.remat = remat
-    program = plan.program(config, QWEN3_4B, TARGET)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    program = plan.program(config, QWEN3_4B, mesh, plan.kernel(config, TARGET.chip))
+    assert program.compute.attention == "cudnn"
     tokens = config.batch.rows * config.batch.row_length
     logits = 2 * QWEN3_4B.hidden_size * QWEN3_4B.vocab_size * tokens
     work = plan.work(program)
@@ -76,6 +77,19 @@ def test_advice_names_fields_and_what_they_free(planned):
     assert "compute.remat=full" in lines
     assert "optimizer.moment_dtype=bfloat16 frees" in lines
     assert "mesh.fsdp" in lines
+
+
+def test_vllm_takes_the_gpus_or_the_share_that_its_config_says():
+    config = frozenlake.get_config("vllm")
+    host = topology.Topology("h100:8", topology.CHIPS["h100"], 8)
+    left, shares = plan.beside_engine(config, host, 0.4)
+    assert (left.devices, shares) == (4, (0.0, 0.0))
+    config.engine.update(placement="shared", memory_fraction=0.5)
+    left, shares = plan.beside_engine(config, host, 0.4)
+    assert (left.devices, shares) == (8, (0.5, pytest.approx(0.05)))
+    with pytest.raises(ValueError, match=r"engine\.host_gpus"):
+        plan.beside_engine(config, TARGET, 0.4)
+    assert plan.beside_engine(frozenlake.get_config(), TARGET, 0.4) == (TARGET, (0.4, 0.4))
 
 
 def test_less_memory_does_not_fit():

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from rlds_jax.rollouts.context import RolloutContext, RolloutKey
+from rlds_jax.rollouts.engines.base import GROUP
 from rlds_jax.rollouts.episode import RolloutDropped, run_original, run_retry
 from rlds_jax.rollouts.grading import grade
 from rlds_jax.rollouts.judging import Unparseable
@@ -98,6 +99,7 @@ class _Group:
         self.failures: list[Exception] = []
 
     async def run(self) -> GroupResult:
+        GROUP.set(self.keys[0].group)  # of this group's own task
         played = await asyncio.gather(*(self.original(key) for key in self.keys))
         originals = {k: t for k, t in zip(self.keys, played, strict=True) if t is not None}
         retries = await self.retries(originals) if self.config.reflects and originals else []

@@ -13,8 +13,9 @@ ROOMS = (
     *("hallway", "kitchen", "bathroom", "bedroom", "living room", "art studio", "workshop"),
     *("greenhouse", "outside", "foundry"),
 )
-THINGS = ("axe", "fire pit", "fountain", "bee hive", "jug", "shovel", "orange")
-_IDLE = ("inventory", "look around", "wait1", "objects")
+THINGS = ("axe", "fire pit", "fountain", "bee hive", "jug", "shovel")
+STAGES = ("find", "look", "focus", "take", "carry", "place", "answer", "rest")
+_IDLE = ("inventory", "wait1")  # short answers keep transcripts short
 BOXES = ("red box", "green box", "blue box", "orange box", "purple box", "yellow box")
 _STATED = re.compile(r"<think>In ([\w ]+)\. Next: (\w+)\. ")
 
@@ -42,13 +43,14 @@ class Skill:
     misplace: float
 
 
-UNGUIDED = Skill(0.02, 0.2, 0.05, 0.45, 0.35, 0.4, 0.3)
-GUIDED = Skill(0.0, 0.01, 0.01, 0.02, 0.02, 0.01, 0.01)
+UNGUIDED = Skill(0.01, 0.08, 0.03, 0.2, 0.2, 0.25, 0.15)
+GUIDED = Skill(0.0, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01)
 
 
 def things(seen: str, alike: Sequence[str]) -> list[str]:
     """Names that occur in an observation, among things alike and things of other kinds."""
-    return [name for name in (*alike, *THINGS) if name in seen] or list(THINGS)
+    words = [name for name in (*alike, *THINGS) if re.search(rf"\b{name}\b", seen)]
+    return words or list(THINGS)
 
 
 def act(

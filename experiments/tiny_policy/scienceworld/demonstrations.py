@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,16 +22,18 @@ from rlds_jax.tasks.scienceworld.task import ScienceWorld
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Transcripts per train item, and the shares within a role.
+    """Plays per item, transcripts per play, and the shares within a role.
 
     Attributes:
-      graded: chance that an episode of the item, the original or its retry, is graded.
+      plays: of each item, with other mistakes.
+      graded: chance that an episode of a play, the original or its retry, is graded.
       reflected: chance that a failure also gives a reflector transcript.
       ungraded: share of reflector transcripts without the grades section.
       from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
-    graded: float = 0.6
+    plays: int = 1
+    graded: float = 0.8
     reflected: float = 1.0
     ungraded: float = 0.15
     from_start: float = 0.3
@@ -50,13 +53,17 @@ class Demonstrator:
         items = [i for i in self._task.items(split)[start:stop] if targets()[i.id].clear]
 
         async def run() -> list[list[Transcript]]:
+            plays = itertools.product(items, range(self._mixture.plays))
             return await asyncio.gather(
-                *(self._of_item(item, random.Random(f"{self._seed} {item.id} 0")) for item in items)
+                *(
+                    self._play(item, random.Random(f"{self._seed} {item.id} {n}"))
+                    for item, n in plays
+                )
             )
 
         return [transcript for found in asyncio.run(run()) for transcript in found]
 
-    async def _of_item(self, item: Item, rng: random.Random) -> list[Transcript]:
+    async def _play(self, item: Item, rng: random.Random) -> list[Transcript]:
         mixture = self._mixture
         original = await play(self._task, item, UNGUIDED, rng)
         made = [self._scribe.actor(original)]
@@ -71,9 +78,8 @@ class Demonstrator:
             )
             made.append(self._scribe.actor(retry, step, guidance))
             episodes.append(retry)
-        chosen = random.Random(f"{self._seed} {item.id} graded")
-        if chosen.random() < mixture.graded:
-            made.append(self.grader(chosen.choice(episodes)))
+        if rng.random() < mixture.graded:
+            made.append(self.grader(rng.choice(episodes)))
         return made
 
     def grader(self, episode: Episode) -> Transcript:

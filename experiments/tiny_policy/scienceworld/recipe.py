@@ -27,26 +27,30 @@ _LONGEST_FIRST = sorted(_NAMES, key=lambda name: (-len(name), name))
 
 
 class ScienceWorldRecipe:
-    """See `Recipe`. The name of a room or a thing, a digit and a tag stand alone."""
+    """See `Recipe`. The name of a room or a thing, a stage, a digit and a tag stand alone; merges
+    run over lines, since what the simulator says between names is mostly the same."""
 
     directory = "tiny_scienceworld"
-    alone = rf" ?\b(?:{'|'.join(map(re.escape, _LONGEST_FIRST))}|\d)\b|\d|\n+|</?action>|</?"
-    vocabulary = 2048
+    alone = (
+        r"<action>command</action>|</?(?:think|action)>|</?|(?<=Next: )\w+"
+        rf"| ?\b(?:{'|'.join(map(re.escape, _LONGEST_FIRST))}|\d)\b|\d"
+    )
+    vocabulary = 3072
     sft = types.MappingProxyType(
         {
-            "epochs": 2,
+            "epochs": 3,
             "model.hidden_size": 128,
             "model.intermediate_size": 384,
             "model.num_layers": 4,
             "model.num_heads": 4,
             "model.num_kv_heads": 2,
             "model.rope_theta": 1000.0,
-            "batch.rows": 2,
-            "batch.row_length": 1344,
+            "batch.rows": 4,
+            "batch.row_length": 512,
             "optimizer.learning_rate": 2e-3,
         }
     )
-    items = 362
+    items = 287
 
     def config(self) -> ConfigDict:
         return get_config("tiny")
@@ -54,7 +58,8 @@ class ScienceWorldRecipe:
     def transcripts(
         self, task: ScienceWorld, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
-        return iter(Demonstrator(task, Mixture(), seed).transcripts(split, start, stop))
+        mixture = Mixture(plays=4 if split == "train" else 1)
+        return iter(Demonstrator(task, mixture, seed).transcripts(split, start, stop))
 
     def probes(self, task: ScienceWorld) -> Sequence[EpisodeText]:
         """Put together from the package's own texts, so that no simulator is needed."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
+# The group a request is made for; an engine of several replicas keeps a group on one of them.
+GROUP: ContextVar[str | None] = ContextVar("GROUP", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Engine(Protocol):
         Raises:
           PromptTooLong: len(prompt_ids) + max_tokens exceeds `max_context`.
         """
+        ...
+
+    def sleep(self) -> None:
+        """No request comes before the next `update_weights`: memory may be given up until then."""
         ...
 
     def update_weights(self, params: Any, version: int) -> None:

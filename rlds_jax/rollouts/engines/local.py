@@ -185,6 +185,9 @@ class LocalEngine:
         self._submit(request)
         return await asyncio.wrap_future(future)
 
+    def sleep(self) -> None:
+        """Keeps what it has: the cache is counted among the trainer's own memory."""
+
     def update_weights(self, params: Any, version: int) -> None:
         """Takes new weights once every earlier request has finished; blocks until then.
 
