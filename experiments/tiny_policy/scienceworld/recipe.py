@@ -32,7 +32,7 @@ class ScienceWorldRecipe:
 
     directory = "tiny_scienceworld"
     alone = (
-        r"<action>command</action>|</?(?:think|action)>|</?|(?<=Next: )\w+"
+        r"<action>command</action>|</?action>|</?|(?<=Next: )\w+"
         rf"| ?\b(?:{'|'.join(map(re.escape, _LONGEST_FIRST))}|\d)\b|\d"
     )
     vocabulary = 3072
@@ -45,8 +45,8 @@ class ScienceWorldRecipe:
             "model.num_heads": 4,
             "model.num_kv_heads": 2,
             "model.rope_theta": 1000.0,
-            "batch.rows": 4,
-            "batch.row_length": 512,
+            "batch.rows": 3,
+            "batch.row_length": 640,
             "optimizer.learning_rate": 2e-3,
         }
     )
@@ -58,7 +58,7 @@ class ScienceWorldRecipe:
     def transcripts(
         self, task: ScienceWorld, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
-        mixture = Mixture(plays=4 if split == "train" else 1)
+        mixture = Mixture(plays=3 if split == "train" else 1)
         return iter(Demonstrator(task, mixture, seed).transcripts(split, start, stop))
 
     def probes(self, task: ScienceWorld) -> Sequence[EpisodeText]:
