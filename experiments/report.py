@@ -96,6 +96,21 @@ def compile_time(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def train_step(result: dict[str, Any]) -> list[str]:
+    """One optimizer step beside transformers and torch."""
+    columns = ["one optimizer step", "tokens/s", "of a matmul's rate", "memory, MB"]
+    rows = [
+        [
+            name,
+            f"{r['tokens_per_s']:,.0f}",
+            f"{r['matmul_share']:.0%} of {r['matmul_gflops']:.0f} GFLOP/s",
+            f"{r['memory_mb']:,.0f}",
+        ]
+        for name, r in (("ours", result["ours"]), ("transformers, torch", result["theirs"]))
+    ]
+    return [*_table(columns, rows), "", f"Ours is {result['ratio']:.1f}x as fast."]
+
+
 def plans(result: dict[str, Any]) -> list[str]:
     """The paper's updates on absent accelerators."""
     columns = [
@@ -307,6 +322,7 @@ SECTIONS: Sections = {
     "engine": engine,
     "step": step,
     "sdae": sdae,
+    "train_step": train_step,
     "plans": plans,
     "compile_time": compile_time,
     "tiny_policy": tiny_policy,

@@ -85,7 +85,7 @@ def test_a_negative_number_is_named(field, tmp_path):
 def test_two_steps_from_the_command_line(condition, tmp_path):
     command = [sys.executable, "-m", "rlds_jax.train", f"--workdir={tmp_path}"]
     flags = [f"--config=configs/frozenlake.py:tiny,{condition}", "--config.steps=2"]
-    flags += ["--config.validation.num_items=8"]
+    flags += ["--config.prompts_per_step=4", "--config.validation.num_items=8"]
     flags += ["--config.profile_steps=2:2"] if condition == "rlvr" else []
     done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
