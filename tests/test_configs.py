@@ -34,7 +34,7 @@ ITEMS = {
     "frozenlake:": (20_000, 500),
     "scienceworld:": (1796, 887),
     "scienceworld:split_tasks": (1144, 321),
-    "scienceworld:tiny": (362, 178),
+    "scienceworld:tiny": (287, 141),
 }
 
 
