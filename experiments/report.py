@@ -239,48 +239,6 @@ def tiny_scienceworld(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def scienceworld_conditions(result: dict[str, Any]) -> list[str]:
-    """RLDS beside RLVR on the tiny config, and the pivots."""
-    runs = result["runs"]
-    phases = {name: None for run in runs.values() for name in run["step_seconds"]}
-    rows = [
-        [
-            name,
-            *(_number(run["sampled_tokens"].get(name), 0) for run in runs.values()),
-            *(_number(run["step_seconds"].get(name), 1) for run in runs.values()),
-        ]
-        for name in phases
-    ]
-    heads = [f"{what}, {name}" for what in ("tokens", "s") for name in runs]
-    pivots = [
-        [
-            name,
-            f"{found['grade']:.2f}",
-            f"{found['with_pivot']:.0%}",
-            _number(found["turn"], 1),
-            _number(found["place"], 2),
-        ]
-        for name, found in result["pivots"].items()
-    ]
-    means = runs["rlds"]["means"]
-    validated = "; ".join(
-        f"{name} {_interval(run['val_before'], '')} before, {_interval(run['val_after'], '')} "
-        f"after {run['steps']} steps"
-        for name, run in runs.items()
-    )
-    return [
-        *_table(["a step of the tiny config", *heads], rows),
-        "",
-        f"Mean reward on {runs['rlds']['val_before']['n']} validation items: {validated}. A retry "
-        f"samples {means['retry/gen_ratio']:.2f} of the tokens of an original (paper: 0.22), and "
-        f"retries take {means['retry/gen_time_ratio']:.2f} of the originals' time; they start "
-        f"from turn {means['retry/from_step/mean']:.1f} of {means['num_turns/mean']:.1f}. Phases "
-        "overlap.",
-        "",
-        *_table(["subtask", "grade", "has a pivot", "its turn", "its place (0 to 1)"], pivots),
-    ]
-
-
 def engines(result: dict[str, Any]) -> list[str]:
     """The demo's validation curve by either engine."""
     columns = ["validation after step", "local engine", "vLLM", "vLLM less local"]
@@ -336,7 +294,6 @@ SECTIONS: Sections = {
 SCIENCEWORLD_SECTIONS: Sections = {
     "scienceworld": scienceworld,
     "tiny_scienceworld": tiny_scienceworld,
-    "scienceworld_conditions": scienceworld_conditions,
 }
 PAGES: dict[Path, Sections] = {README: SECTIONS, SCIENCEWORLD: SCIENCEWORLD_SECTIONS}
 
