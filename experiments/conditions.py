@@ -11,8 +11,6 @@ fit that budget; they are validated after the last of them too.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.compare import paired_difference
-from rlds_jax import commands, run_files
+from experiments.two_parts import train_or_summary
+from rlds_jax import run_files
 from rlds_jax.validation import best, bootstrap_mean
 
 ROOT = Path("runs/conditions")
@@ -160,15 +159,5 @@ def described(condition: str, run: Run) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("train", "summary"))
-    if parser.parse_args().what == "train":
-        train()
-        return
-    with commands.refuse_bad_input():
-        print(json.dumps(summary(), indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    train_or_summary(__doc__, train, summary)

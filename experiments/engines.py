@@ -10,8 +10,6 @@ random numbers, so the runs are compared by the intervals of their validations.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.compare import paired_difference
-from rlds_jax import commands, run_files
+from experiments.two_parts import train_or_summary
+from rlds_jax import run_files
 from rlds_jax.rollouts.engines.vllm_config import VLLM_VERSION
 from rlds_jax.summary import step_seconds
 
@@ -90,15 +89,5 @@ def _interval(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[name] for name in ("mean", "low", "high", "n")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("train", "summary"))
-    if parser.parse_args().what == "train":
-        train()
-        return
-    with commands.refuse_bad_input():
-        print(json.dumps(summary(), indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    train_or_summary(__doc__, train, summary)

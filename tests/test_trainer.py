@@ -119,7 +119,7 @@ def test_two_steps_from_the_command_line(condition, tmp_path):
     config = frozenlake.get_config(f"tiny,{condition}")
     records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
     originals = [r for r in records if r["parent"] is None]
-    assert len(originals) == 2 * config.prompts_per_step * config.rollout.group_size
+    assert len(originals) == 2 * 4 * config.rollout.group_size
     assert {r["step"] for r in records} == {1, 2}
     assert any(r["parent"] for r in records) == (condition != "rlvr")
 

@@ -44,6 +44,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from configs import frozenlake
+from experiments.benchmarks.small_model import CONFIG
 from rlds_jax.models import qwen3, weights
 from rlds_jax.models.config import ModelConfig
 from rlds_jax.rollouts.engines.local import LocalEngine
@@ -54,18 +55,6 @@ REPEATS = flags.DEFINE_integer("repeats", 2, "Timed passes per side; the best co
 ONLY = flags.DEFINE_list("only", ["requests", "few", "episodes", "demo"], "Workloads to run.")
 SLOTS = flags.DEFINE_integer("slots", 64, "Slots of the engine, rows of a transformers batch.")
 
-CONFIG = ModelConfig(
-    vocab_size=8192,
-    hidden_size=384,
-    intermediate_size=1024,
-    num_layers=6,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=64,
-    rope_theta=1e6,
-    tie_embeddings=True,
-    max_positions=2048,
-)
 THREADS = 2
 MAX_CONTEXT = 768
 EPISODES, TURNS, EPISODE_PROMPT, SAMPLED, OBSERVED = 16, 5, 128, 48, 64

@@ -34,11 +34,11 @@ import transformers
 from absl import app, flags
 
 from experiments import random_batch
+from experiments.benchmarks.small_model import CONFIG
 from experiments.random_batch import RandomSequence
 from rlds_jax import batch as batching
 from rlds_jax import losses, sharding, update
 from rlds_jax.models import qwen3, weights
-from rlds_jax.models.config import ModelConfig
 
 FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "How to print the result.")
 REPEATS = flags.DEFINE_integer("repeats", 3, "Timed steps per side; the best counts.")
@@ -47,18 +47,6 @@ LENGTH = flags.DEFINE_integer("row_length", 2048, "Tokens of our rows.")
 _SIDE = flags.DEFINE_enum("side", None, ["ours", "theirs"], "Run this side alone.")
 _MODEL = flags.DEFINE_string("model", "", "Directory of the model, with `side`.")
 
-CONFIG = ModelConfig(
-    vocab_size=8192,
-    hidden_size=384,
-    intermediate_size=1024,
-    num_layers=6,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=64,
-    rope_theta=1e6,
-    tie_embeddings=True,
-    max_positions=2048,
-)
 THREADS, MICRO_BATCH = 2, 8
 KL, LEARNING_RATE, DECAY, CLIP = 0.001, 1e-6, 0.01, 1.0
 LOSS = losses.LossConfig(kl_coefficient=KL, importance_cap=None)
