@@ -74,7 +74,7 @@ def _tiny(config: ConfigDict) -> None:
         temperature=0.7,
     )
     config.optimizer.learning_rate = 2e-4
-    config.validation.update(every=10, num_items=60)
+    config.validation.update(every=5, num_items=60)
     config.compute.update(dtype="float32", remat="none", logprob_chunk=512)
     config.batch.update(rows=2, row_length=1024, max_micro=64)
     config.engine.update(

@@ -239,6 +239,50 @@ def tiny_scienceworld(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def scienceworld_conditions(result: dict[str, Any]) -> list[str]:
+    """RLDS beside RLVR on the tiny config, and the pivots."""
+    runs = result["runs"]
+    phases = {name: None for run in runs.values() for name in run["step_seconds"]}
+    rows = [
+        [
+            name,
+            *(_number(run["sampled_tokens"].get(name), 0) for run in runs.values()),
+            *(_number(run["step_seconds"].get(name), 1) for run in runs.values()),
+        ]
+        for name in phases
+    ]
+    heads = [f"{what}, {name}" for what in ("tokens", "s") for name in runs]
+    curves = [
+        [str(at[0]["step"]), *(_interval(record, "") for record in at)]
+        for at in zip(*(run["validations"] for run in runs.values()), strict=True)
+    ]
+    pivots = [
+        [
+            name,
+            f"{found['grade']:.2f}",
+            f"{found['with_pivot']:.0%}",
+            _number(found["turn"], 1),
+            _number(found["place"], 2),
+        ]
+        for name, found in result["pivots"].items()
+    ]
+    means = runs["rlds"]["means"]
+    items = runs["rlds"]["validations"][0]["n"]
+    return [
+        *_table(["a step of the tiny config", *heads], rows),
+        "",
+        f"Phases overlap. A retry samples {means['retry/gen_ratio']:.2f} of the tokens of an "
+        f"original (paper: 0.22), in {means['retry/gen_time_ratio']:.2f} of its time; it starts "
+        f"from turn {means['retry/from_step/mean']:.1f} of {means['num_turns/mean']:.1f}. "
+        f"{means['retry/success_rate']:.0%} of the retries succeed, of the originals "
+        f"{means['rollout/success_rate']:.0%}.",
+        "",
+        *_table([f"mean reward on {items} items after step", *runs], curves),
+        "",
+        *_table(["subtask", "grade", "has a pivot", "its turn", "its place (0 to 1)"], pivots),
+    ]
+
+
 def engines(result: dict[str, Any]) -> list[str]:
     """The demo's validation curve by either engine."""
     columns = ["validation after step", "local engine", "vLLM", "vLLM less local"]
@@ -294,6 +338,7 @@ SECTIONS: Sections = {
 SCIENCEWORLD_SECTIONS: Sections = {
     "scienceworld": scienceworld,
     "tiny_scienceworld": tiny_scienceworld,
+    "scienceworld_conditions": scienceworld_conditions,
 }
 PAGES: dict[Path, Sections] = {README: SECTIONS, SCIENCEWORLD: SCIENCEWORLD_SECTIONS}
 

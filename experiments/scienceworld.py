@@ -54,9 +54,11 @@ def described(condition: str) -> dict[str, Any]:
     return {
         "command": " ".join(["python", *command(condition)]),
         "seed": SEED,
-        **{name: found[name] for name in ("steps", "val_before", "val_after", "best")},
-        "step_seconds": found["step_seconds"],
-        "sampled_tokens": found["sampled_tokens"],
+        "validations": [
+            {name: record[name] for name in ("step", "mean", "low", "high", "n")}
+            for record in run_files.validations(workdir)
+        ],
+        **{name: found[name] for name in ("steps", "step_seconds", "sampled_tokens")},
         "means": {
             name: float(np.mean([*scalars[name].values()]))
             for name in (*RATIOS, *DIAGNOSTICS)

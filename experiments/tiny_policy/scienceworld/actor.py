@@ -43,7 +43,7 @@ class Skill:
     misplace: float
 
 
-UNGUIDED = Skill(0.01, 0.08, 0.03, 0.2, 0.2, 0.25, 0.15)
+UNGUIDED = Skill(0.01, 0.08, 0.03, 0.25, 0.25, 0.3, 0.2)
 GUIDED = Skill(0.0, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01)
 
 

@@ -14,6 +14,7 @@ from experiments.tiny_policy.scienceworld import critics
 from experiments.tiny_policy.scienceworld.actor import GUIDED, UNGUIDED, Skill, act, things
 from experiments.tiny_policy.scienceworld.critics import Episode
 from experiments.tiny_policy.scienceworld.plan import targets
+from experiments.tiny_policy.scienceworld.renaming import renamed
 from experiments.tiny_policy.transcripts import Scribe, Transcript
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
@@ -26,6 +27,7 @@ class Mixture:
 
     Attributes:
       plays: of each item, with other mistakes.
+      copies: of each transcript, with other names.
       graded: chance that an episode of a play, the original or its retry, is graded.
       reflected: chance that a failure also gives a reflector transcript.
       ungraded: share of reflector transcripts without the grades section.
@@ -33,6 +35,7 @@ class Mixture:
     """
 
     plays: int = 1
+    copies: int = 0
     graded: float = 0.8
     reflected: float = 1.0
     ungraded: float = 0.15
@@ -61,7 +64,9 @@ class Demonstrator:
                 )
             )
 
-        return [transcript for found in asyncio.run(run()) for transcript in found]
+        made = [transcript for found in asyncio.run(run()) for transcript in found]
+        rng = random.Random(f"{self._seed} names")
+        return made + [renamed(t, rng) for _ in range(self._mixture.copies) for t in made]
 
     async def _play(self, item: Item, rng: random.Random) -> list[Transcript]:
         mixture = self._mixture

@@ -38,7 +38,7 @@ class ScienceWorldRecipe:
     vocabulary = 3072
     sft = types.MappingProxyType(
         {
-            "epochs": 3,
+            "epochs": 1,
             "model.hidden_size": 128,
             "model.intermediate_size": 384,
             "model.num_layers": 4,
@@ -58,7 +58,7 @@ class ScienceWorldRecipe:
     def transcripts(
         self, task: ScienceWorld, split: str, start: int, stop: int, seed: int
     ) -> Iterator[Transcript]:
-        mixture = Mixture(plays=3 if split == "train" else 1)
+        mixture = Mixture(plays=3, copies=6) if split == "train" else Mixture()
         return iter(Demonstrator(task, mixture, seed).transcripts(split, start, stop))
 
     def probes(self, task: ScienceWorld) -> Sequence[EpisodeText]:
