@@ -1,7 +1,7 @@
 """The same transcript with other names.
 
-Three hundred items are few enough to be learned by heart, and validation names animals that training
-never does. With names that change from copy to copy, what pays is to copy what was read.
+Three hundred items are few enough to be learned by heart, and validation names animals that
+training never does. With names that change from copy to copy, what pays is to copy what was read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Sequence
 
 from experiments.tiny_policy.scienceworld.actor import BOXES, ROOMS
 from experiments.tiny_policy.scienceworld.plan import targets
@@ -26,7 +25,9 @@ def renamed(transcript: Transcript, rng: random.Random) -> Transcript:
     kinds = [_ROOMS, BOXES, _trees()]
     if not any("life span" in message["content"] for message in messages):
         kinds.append(_animals())
-    names = {old: new for kind in kinds for old, new in zip(kind, _shuffled(kind, rng), strict=True)}
+    names: dict[str, str] = {}
+    for kind in kinds:
+        names |= zip(kind, rng.sample(kind, len(kind)), strict=True)
     longest_first = sorted(names, key=len, reverse=True)
     pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, longest_first))})\b")
     swapped = [
@@ -37,10 +38,6 @@ def renamed(transcript: Transcript, rng: random.Random) -> Transcript:
 
 
 _ROOMS = tuple(room for room in ROOMS if room not in ("outside", "greenhouse"))
-
-
-def _shuffled(kind: Sequence[str], rng: random.Random) -> list[str]:
-    return rng.sample(kind, len(kind))
 
 
 @functools.cache
