@@ -20,6 +20,7 @@ from experiments.tiny_policy.scienceworld.plan import (
     target_of,
     targets,
 )
+from experiments.tiny_policy.scienceworld.renaming import renamed
 from rlds_jax.play import make_task
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.trainer import Trainer
@@ -107,6 +108,20 @@ def test_every_mistake_is_valid_text():
         text = act(Goal.read(START), DOVE, state, ["axe"], always, rng)
         assert stated_room(text)
         assert text.endswith("</action>")
+
+
+def test_other_names_are_the_same_in_all_messages():
+    said = ["Move it to the red box in the living room.", "Outside: a dove egg, a wolf", "the dove"]
+    transcript = {"messages": [{"role": "user", "content": text} for text in said]}
+    changed = renamed(transcript, random.Random(1))
+    goal, listing, last = (message["content"] for message in changed["messages"])
+    assert "red box" not in goal
+    assert "living room" not in goal
+    assert listing.startswith("Outside: a ")
+    assert "dove" not in listing
+    assert last.removeprefix("the ") in listing
+    lives = {"messages": [{"role": "user", "content": "the longest life span: dove, wolf"}]}
+    assert renamed(lives, random.Random(1)) == lives
 
 
 def test_the_targets_are_of_the_tiny_items():
