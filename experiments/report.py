@@ -284,6 +284,75 @@ def scienceworld(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def tiny_scienceworld(result: dict[str, Any]) -> list[str]:
+    """The measured quality of the tiny ScienceWorld policy's roles."""
+    what = {
+        "success": "actor: success on validation items",
+        "success_where_other_failed": "actor: success where another attempt failed",
+        "retry_success": "retry of a failure, with guidance: success",
+        "grader_parsed": "grader: valid JSON, without a schema",
+        "reflector_valid": "reflector: valid reports",
+        "retry_step_agreement": "reflector: `retry_from_step` of the script",
+    }
+    rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
+    agreed = [
+        [name.removesuffix("/score"), f"{result[name]:.1%}", f"{result[f'{subtask}/pivot']:.1%}"]
+        for name in result
+        if name.endswith("/score") and (subtask := name.removesuffix("/score"))
+    ]
+    return [
+        *_table(["the tiny policy, before RLDS", "share"], rows),
+        "",
+        *_table(["grader agrees with the script on", "score", "pivot"], agreed),
+        "",
+        f"The actor's mean score is {result['score']:.0f} of 100.",
+    ]
+
+
+def scienceworld_conditions(result: dict[str, Any]) -> list[str]:
+    """RLDS beside RLVR on the tiny config, and the pivots."""
+    runs = result["runs"]
+    phases = {name: None for run in runs.values() for name in run["step_seconds"]}
+    rows = [
+        [
+            name,
+            *(_number(run["sampled_tokens"].get(name), 0) for run in runs.values()),
+            *(_number(run["step_seconds"].get(name), 1) for run in runs.values()),
+        ]
+        for name in phases
+    ]
+    heads = [f"{what}, {name}" for what in ("tokens", "s") for name in runs]
+    curves = [
+        [str(at[0]["step"]), *(_interval(record, "") for record in at)]
+        for at in zip(*(run["validations"] for run in runs.values()), strict=True)
+    ]
+    pivots = [
+        [
+            name,
+            f"{found['grade']:.2f}",
+            f"{found['with_pivot']:.0%}",
+            _number(found["turn"], 1),
+            _number(found["place"], 2),
+        ]
+        for name, found in result["pivots"].items()
+    ]
+    means = runs["rlds"]["means"]
+    items = runs["rlds"]["validations"][0]["n"]
+    return [
+        *_table(["a step of the tiny config", *heads], rows),
+        "",
+        f"Phases overlap. A retry samples {means['retry/gen_ratio']:.2f} of the tokens of an "
+        f"original (paper: 0.22), in {means['retry/gen_time_ratio']:.2f} of its time; it starts "
+        f"from turn {means['retry/from_step/mean']:.1f} of {means['num_turns/mean']:.1f}. "
+        f"{means['retry/success_rate']:.0%} of the retries succeed, of the originals "
+        f"{means['rollout/success_rate']:.0%}.",
+        "",
+        *_table([f"mean reward on {items} items after step", *runs], curves),
+        "",
+        *_table(["subtask", "grade", "has a pivot", "its turn", "its place (0 to 1)"], pivots),
+    ]
+
+
 def engines(result: dict[str, Any]) -> list[str]:
     """The demo's validation curve by either engine."""
     columns = ["validation after step", "local engine", "vLLM", "vLLM less local"]
@@ -341,10 +410,15 @@ HOTPOTQA_SECTIONS: Sections = {
     "tiny_hotpotqa": tiny_hotpotqa,
     "hotpotqa": hotpotqa,
 }
+SCIENCEWORLD_SECTIONS: Sections = {
+    "scienceworld": scienceworld,
+    "tiny_scienceworld": tiny_scienceworld,
+    "scienceworld_conditions": scienceworld_conditions,
+}
 PAGES: dict[Path, Sections] = {
     README: SECTIONS,
     HOTPOTQA: HOTPOTQA_SECTIONS,
-    SCIENCEWORLD: {"scienceworld": scienceworld},
+    SCIENCEWORLD: SCIENCEWORLD_SECTIONS,
 }
 
 

@@ -15,7 +15,12 @@ from rlds_jax.tasks.hotpotqa import offline
 from rlds_jax.trainer import check_lengths
 
 ROOT = Path(__file__).parent.parent
-VARIANTS = ((frozenlake, "tiny"), (hotpotqa, "tiny"), (scienceworld, "split_tasks"))
+VARIANTS = (
+    (frozenlake, "tiny"),
+    (hotpotqa, "tiny"),
+    (scienceworld, "split_tasks"),
+    (scienceworld, "tiny"),
+)
 CONFIGS = {
     f"{module.__name__.split('.')[-1]}:{arg}": module.get_config(arg)
     for module, variant in VARIANTS
@@ -30,6 +35,7 @@ ITEMS = {
     "frozenlake:": (20_000, 500),
     "scienceworld:": (1796, 887),
     "scienceworld:split_tasks": (1144, 321),
+    "scienceworld:tiny": (287, 141),
 }
 
 
@@ -136,6 +142,7 @@ def test_scienceworld_at_paper_scale_is_that_of_the_method():
         (hotpotqa.get_config, "tiny,"),
         (scienceworld.get_config, ""),
         (scienceworld.get_config, "split_tasks,"),
+        (scienceworld.get_config, "tiny,"),
     ],
 )
 def test_conditions_differ_by_rollout_settings_alone(get_config, scale):

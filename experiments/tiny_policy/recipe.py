@@ -15,7 +15,7 @@ from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
 from rlds_jax.tasks.base import Item, Task
 
-TASKS = ("frozenlake", "hotpotqa")
+TASKS = ("frozenlake", "hotpotqa", "scienceworld")
 
 
 class Recipe(Protocol):

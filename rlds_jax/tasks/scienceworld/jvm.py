@@ -35,7 +35,6 @@ _INSTALL = (
 )
 _SMALL = (
     "-XX:+UseSerialGC",
-    "-XX:TieredStopAtLevel=1",
     "-XX:-UsePerfData",  # no file in the temporary directory to outlive a kill
     "-XX:+ExitOnOutOfMemoryError",
 )

@@ -1,0 +1,1 @@
+"""The tiny policy of configs/scienceworld.py:tiny: scripted play, its grades, its build."""
