@@ -24,7 +24,7 @@ from rlds_jax.summary import step_seconds
 
 ROOT = Path("runs/engines")
 VARIANTS = {"local": "tiny", "vllm": "tiny,vllm"}
-STEPS, EVERY, SEED = 10, 5, 0
+SEED = 0
 
 
 def command(engine: str) -> list[str]:
@@ -32,8 +32,6 @@ def command(engine: str) -> list[str]:
     return [
         *("-m", "rlds_jax.train", f"--config=configs/frozenlake.py:{VARIANTS[engine]}"),
         f"--config.seed={SEED}",
-        f"--config.steps={STEPS}",
-        f"--config.validation.every={EVERY}",
         f"--workdir={ROOT / engine}",
     ]
 

@@ -118,12 +118,13 @@ def make_engine(
             f"engine.kind=vllm needs the package {error.name}: pip install -e '.[vllm]'"
         ) from error
 
+    logs = Path(tempfile.mkdtemp(prefix="rlds_jax_")) if workdir is None else workdir
     return VllmEngine(
         params,
         settings,
         model=source,
         transport=make_transport(settings, model),
-        logs=Path(tempfile.mkdtemp(prefix="rlds_jax_")) if workdir is None else workdir,
+        logs=logs / f"sidecar_{jax.process_index()}",  # hosts may share a workdir
         version=version,
         gate=ParityGate(model, settings.dtype, config.compute.dtype),
     )

@@ -73,7 +73,7 @@ def test_heavy_libraries_stay_at_the_edges(path):
 
 @pytest.mark.parametrize("path", modules(), ids=name)
 def test_rollouts_are_free_of_jax(path):
-    free = ("base", "vllm", "vllm_config", "vllm_process", "vllm_replicas")
+    free = ("base", "cuda_driver", "nccl", "vllm", "vllm_config", "vllm_process", "vllm_replicas")
     embedded = path.parent.name == "engines" and path.stem not in free
     if not name(path).startswith("rollouts.") or embedded:
         return

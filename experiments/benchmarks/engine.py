@@ -274,6 +274,7 @@ def demo_requests(config: ConfigDict) -> list[Request]:
         trainer = Trainer(config, Path(directory))
         groups, _ = trainer.rollouts(1)
         trainer.close()
+    jax.config.update("jax_compilation_cache_dir", None)  # it went with the directory
     requests = []
     for trajectory in (t for group in groups for t in group.trajectories):
         for turn in range(trajectory.retry_from or 0, len(trajectory.turns)):

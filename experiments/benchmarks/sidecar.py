@@ -65,7 +65,8 @@ def sync() -> dict[str, float]:
         tokenizer = hub.local_directory(frozenlake.get_config("tiny").model.path)
         weights.save(params, MODEL, source, source=tokenizer)
         transport = make_transport(settings, MODEL)
-        engine = VllmEngine(params, settings, model=source, transport=transport, logs=source)
+        log = source / "sidecar"
+        engine = VllmEngine(params, settings, model=source, transport=transport, logs=log)
         with contextlib.closing(engine):
             rates = []
             for version in range(1, UPDATES + 1):

@@ -65,7 +65,7 @@ class VllmEngine:
       config: of the engine.
       model: directory with config.json and tokenizer.
       transport: carries weights; the engine closes it.
-      logs: folder for the sidecars' logs.
+      logs: path that each sidecar's log begins with; its number follows.
       version: of `params`.
       gate: called with the engine and the parameters after the first weights and after the first
         update; it raises if the two do not agree, and returns metrics.
@@ -298,7 +298,7 @@ class VllmEngine:
             try:
                 self._gb_per_s = await self._replicas.sync(self._params, self._version)
                 return
-            except (SidecarGone, TimeoutError, RequestRefused) as error:
+            except (SidecarFailed, TimeoutError, RequestRefused) as error:
                 cause = error
             self._replicas.stop()  # none can be trusted half-way through an update
             try:
@@ -308,7 +308,7 @@ class VllmEngine:
                 raise
 
     async def _restart(self, replicas: Sequence[int], cause: Exception) -> None:
-        """Starts sidecars again, once more where that fails.
+        """Starts sidecars again; all of them where that fails, for others may wait for one then.
 
         Raises:
           EngineStopped: engine.max_restarts are used up.
@@ -324,8 +324,8 @@ class VllmEngine:
             try:
                 await self._replicas.start(replicas)
                 return
-            except SidecarFailed as error:
-                cause = error
+            except (SidecarFailed, TimeoutError) as error:
+                cause, replicas = error, range(len(self._replicas))
         raise self._broken
 
     def _enter(self) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 VLLM_VERSION = "0.32.0"
 
 Placement = Literal["cpu", "disjoint", "shared"]
-WeightTransport = Literal["shared_memory", "cuda_ipc"]
+WeightTransport = Literal["shared_memory", "cuda_ipc", "nccl"]
 
 # Of one GPU's memory; what is left is for CUDA contexts and workspaces, of a sleeper too.
 SHAREABLE = 0.95
@@ -31,7 +31,7 @@ class VllmConfig:
       host_gpus: GPUs of this host.
       gpus: indices of the engine's GPUs, replicas * tensor_parallel of them; empty on a CPU.
       memory_fraction: of each of `gpus` that is the engine's while it is awake.
-      weight_transport: "shared_memory", or "cuda_ipc" where every GPU is shared.
+      weight_transport: "shared_memory"; "cuda_ipc" where every GPU is shared; "nccl" where none is.
       bucket_bytes: memory that weights pass through; at least the largest tensor is taken.
       start_timeout_s: for a sidecar to come up, its first weights not included.
       request_timeout_s: for one completion, from when it is sent.
@@ -72,6 +72,12 @@ class VllmConfig:
             raise ValueError(f"engine.max_restarts is {self.max_restarts}; 0 is the least")
         self._check_gpus()
         self._check_memory()
+        if self.weight_transport == "nccl" and self.placement != "disjoint":
+            raise ValueError(
+                "engine.weight_transport=nccl joins the trainer's GPU with the engine's, each of "
+                "them once: use engine.placement=disjoint, or "
+                "engine.weight_transport=shared_memory"
+            )
         if self.weight_transport == "cuda_ipc" and self.placement != "shared":
             raise ValueError(
                 "engine.weight_transport=cuda_ipc reaches a worker on a GPU of the trainer's: use "

@@ -36,6 +36,11 @@ _KNOWN = (
         "(`make sidecar` does for a CPU)",
     ),
     (
+        "rlds_jax sidecar: found NCCL",
+        "trainer and sidecar must have the same NCCL: install nvidia-nccl-cu12 in the trainer's "
+        "environment at the version of the sidecar's",
+    ),
+    (
         "No module named",
         "the sidecar's environment is incomplete; build it again (`make sidecar`)",
     ),

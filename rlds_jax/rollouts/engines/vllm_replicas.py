@@ -59,14 +59,14 @@ class Replicas:
     Args:
       model: directory with config.json and tokenizer.
       transport: carries the weights.
-      logs: folder for the sidecars' logs.
+      logs: path that each sidecar's log begins with; its number follows.
     """
 
     def __init__(self, config: VllmConfig, model: Path, transport: Transport, logs: Path):
         self._config = config
         self._transport = transport
         self._launches = [
-            Launch(config, i, model.resolve(), logs / f"sidecar_{i}.log")
+            Launch(config, i, model.resolve(), logs.with_name(f"{logs.name}_{i}.log"))
             for i in range(config.replicas)
         ]
         self._sidecars: list[Sidecar | None] = [None] * config.replicas
@@ -84,7 +84,7 @@ class Replicas:
         """Starts some anew; returns once they answer and know how weights come.
 
         Raises:
-          SidecarFailed: one does not come up.
+          SidecarFailed, TimeoutError: one does not come up, or all of them do not meet.
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -105,7 +105,7 @@ class Replicas:
         """Sends weights to all; returns GB/s, GB = 1e9 bytes.
 
         Raises:
-          SidecarGone, RequestRefused, TimeoutError: one failed at it; none can be trusted then.
+          SidecarFailed, RequestRefused, TimeoutError: one failed; none can be trusted then.
         """
         started = time.perf_counter()
         await self.post_all("/weights/start", {"version": version})
@@ -183,8 +183,6 @@ class Replicas:
         )
 
     def _poster(self, path: str) -> Post:
-        """For the transport's thread: posts to every replica, and waits."""
+        """For the transport's thread: posts to every replica."""
         loop = asyncio.get_running_loop()
-        return lambda bodies: asyncio.run_coroutine_threadsafe(
-            self._post_each(path, bodies), loop
-        ).result()
+        return lambda bodies: asyncio.run_coroutine_threadsafe(self._post_each(path, bodies), loop)

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from rlds_jax.rollouts.engines.weight_buckets import Layout, fill
 
 SHARED_MEMORY = Path("/dev/shm")
 
-Post = Callable[[Sequence[dict[str, Any]]], None]  # one message per replica
+Post = Callable[[Sequence[dict[str, Any]]], Future[None]]  # one message per replica
 
 
 class OutOfSharedMemory(OSError):
@@ -30,8 +31,8 @@ class OutOfSharedMemory(OSError):
 class Transport(Protocol):
     """Carries a policy's weights to every replica. Its methods block: call them off the loop.
 
-    A `Post` sends each replica its message and returns when all have answered; whatever one of
-    them raises comes out of it.
+    A `Post` sends each replica its message; its future is done when all have answered, or holds
+    what one of them raised.
 
     Attributes:
       total_bytes: of one update.
@@ -85,22 +86,30 @@ class SharedMemory:
         self._buffer = np.frombuffer(mmap.mmap(self._descriptor, size), np.uint8)
 
     def connect(self, post: Post) -> None:
-        post([{"path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}] * self._replicas)
+        post([{"path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}] * self._replicas).result()
 
     def send(self, params: Params, version: int, post: Post) -> None:
         for sequence in fill(self._buffer, params, self._layout, version):
             described = self._layout.described(self._layout.buckets[sequence])
             info = {"version": version, "sequence": sequence, "tensors": described}
-            post([info] * self._replicas)
+            post([info] * self._replicas).result()
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
 def make_transport(config: VllmConfig, model: ModelConfig) -> Transport:
-    """The transport of an engine's weights."""
+    """The transport of an engine's weights.
+
+    Raises:
+      OutOfSharedMemory, ValueError: what it needs is not here.
+    """
     if config.weight_transport == "cuda_ipc":
         from rlds_jax.rollouts.engines.vllm_cuda_ipc import CudaIpc
 
         return CudaIpc(config, model)
+    if config.weight_transport == "nccl":
+        from rlds_jax.rollouts.engines.vllm_nccl import NcclBroadcast
+
+        return NcclBroadcast(config, model)
     return SharedMemory(model, config.dtype, config.bucket_bytes, config.replicas)

@@ -14,6 +14,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[3]
 sys.path.insert(0, str(REPOSITORY / "rlds_jax" / "rollouts" / "engines" / "vllm_sidecar"))
 import serve  # noqa: E402
+from nccl_doubles import Peers  # noqa: E402
 
 FAULTS = Path(os.environ["RLDS_TEST_FAULTS"])
 CRASHES = {
@@ -28,15 +29,21 @@ def happens(fault):
     path = FAULTS / fault
     if not path.exists():
         return False
-    left = int(path.read_text())
-    path.write_text(str(left - 1))
-    return left > 0
+    left = int(path.read_text()) - 1
+    if left:
+        path.write_text(str(left))
+    else:
+        path.unlink()
+    return True
 
 
 class ScriptedEngine:
     """What the server asks of vLLM besides completions and the weights themselves."""
 
     errored = False
+
+    def __init__(self, options):
+        self.ranks = options["tensor_parallel_size"]
 
     async def check_health(self):
         if happens("unwell"):
@@ -83,16 +90,31 @@ class FakeSidecar(serve.Sidecar):
         }
 
     async def init_transfer(self, request):
-        self.path = (await request.json())["path"]
+        info = await request.json()
+        self.peers = None
+        if "path" in info:
+            self.path = Path(info["path"])
+            return serve.web.json_response({})
+        if happens("hang_joining"):
+            await asyncio.sleep(3600)
+        self.peers = Peers(FAULTS, info, self._engine.ranks)
+        await self.peers.join()
         return serve.web.json_response({})
 
     async def update(self, request):
         info = await request.json()
         if happens("fail_update"):
             raise RuntimeError("this bucket is broken")
-        with open(self.path, "rb") as bucket:
-            stamp = list(memoryview(bucket.read(16)).cast("q"))
-        assert stamp == [info["version"], info["sequence"]]
+        if happens("die_updating"):
+            os.killpg(0, signal.SIGKILL)
+        if happens("hang_updating"):
+            await asyncio.sleep(3600)
+        if self.peers is None:
+            with self.path.open("rb") as bucket:
+                header = bucket.read(16)
+        else:
+            header = (await self.peers.receive())[:16]
+        assert list(memoryview(header).cast("q")) == [info["version"], info["sequence"]]
         return serve.web.json_response({})
 
 
@@ -104,7 +126,7 @@ def main():
     if happens("mute"):
         time.sleep(3600)
     serve.Sidecar = FakeSidecar
-    serve.make_engine = lambda options: ScriptedEngine()
+    serve.make_engine = ScriptedEngine
     serve.vllm_version = lambda: "0.31.0" if happens("old") else "0.32.0"
     serve.register_transfers = lambda: None
     serve.main()

@@ -116,7 +116,7 @@ def test_a_run_with_two_replicas(real):
         assert np.isfinite(step["actor/grad_norm"])
     assert first["engine/parity_max"] < 1e-3
     assert "engine/parity_max" not in second
-    assert all((real.trainer.workdir / f"sidecar_{i}.log").exists() for i in (0, 1))
+    assert all((real.trainer.workdir / f"sidecar_0_{i}.log").exists() for i in (0, 1))
 
 
 def test_logprobs_are_the_trainers_and_updates_are_seen_at_once(real):

@@ -262,7 +262,7 @@ def test_one_that_does_not_come_up_is_explained_with_its_log(faults, tmp_path, f
     with pytest.raises(SidecarFailed, match=message) as failure:
         make_engine(tmp_path)
     assert "exit code" in str(failure.value)
-    assert "sidecar_0.log ends with" in str(failure.value)
+    assert "sidecar_0_0.log ends with" in str(failure.value)
 
 
 def test_one_that_never_answers_is_given_up(faults, tmp_path):

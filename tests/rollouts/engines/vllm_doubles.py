@@ -60,7 +60,7 @@ def make_engine(logs, *, params=PARAMS, model=HERE, config=CONFIG, **changes):
         options,
         model=model,
         transport=make_transport(options, config),
-        logs=logs,
+        logs=logs / "sidecar_0",
     )
 
 

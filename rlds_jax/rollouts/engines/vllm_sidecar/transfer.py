@@ -1,8 +1,9 @@
 """Weight transfer from a JAX trainer, as a backend of vLLM 0.32's native weight-transfer API.
 
-A bucket is memory that trainer and worker both see: a file under /dev/shm, or, by CUDA IPC, memory
-of the worker's GPU. The trainer fills it, says what lies where, and the worker loads it by the
-model's own `load_weights`, in the four phases init, start, update, finish.
+A bucket is memory that trainer and worker both see, a file under /dev/shm or, by CUDA IPC, memory
+of the worker's GPU, or else the worker's own, which NCCL fills. The trainer says what lies where,
+and the worker loads it by the model's own `load_weights`, in the four phases init, start, update,
+finish.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import ctypes
 import mmap
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo,
+    worker_init_process_group,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -67,6 +74,17 @@ class CudaIpcUpdate(BucketUpdate):
     """
 
     handles: list[tuple[str, int]]
+
+
+@dataclass(kw_only=True)
+class NcclInit(NCCLWeightTransferInitInfo):
+    """The group to join; packed_buffer_size_bytes is the size of every bucket.
+
+    Attributes:
+      nccl_version: of the trainer's library.
+    """
+
+    nccl_version: int
 
 
 class IpcHandle(ctypes.Structure):
@@ -167,6 +185,38 @@ class CudaIpcTransfer(BucketTransfer):
                 cuda.cuIpcCloseMemHandle(start)
 
 
+class NcclTransfer(BucketTransfer):
+    """Receives each bucket by a broadcast of the trainer's, who is rank 0 of a group of all."""
+
+    init_info_cls = NcclInit
+    _group: Any = None
+
+    def init_transfer_engine(self, init_info: NcclInit) -> None:
+        """Joins the group, and leaves the one before it, of which some rank was restarted.
+
+        Raises:
+          RuntimeError: the versions differ, of which NCCL would speak in the log alone.
+        """
+        self.shutdown()
+        version = NCCLLibrary().ncclGetRawVersion()
+        if version != init_info.nccl_version:
+            raise RuntimeError(
+                f"rlds_jax sidecar: found NCCL {version}, the trainer has {init_info.nccl_version}"
+            )
+        self._group = worker_init_process_group(init_info, self.parallel_config)
+        size = init_info.packed_buffer_size_bytes
+        self._bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def receive_weights(self, update_info: BucketUpdate) -> None:
+        self._group.broadcast(self._bucket, src=0)
+        self.load(self._bucket, update_info)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None
+
+
 def repack_tied_heads(model: torch.nn.Module) -> None:
     """Renews what a tied head has derived from the embedding.
 
@@ -187,3 +237,4 @@ def register() -> None:
     register_engine = WeightTransferEngineFactory.register_engine
     register_engine("rlds_shared_memory", SharedMemoryTransfer)
     register_engine("rlds_cuda_ipc", CudaIpcTransfer)
+    register_engine("rlds_nccl", NcclTransfer)
