@@ -64,6 +64,7 @@ def get_common(chosen: set[str]) -> ConfigDict:
     config.seed = 0
     config.steps = 312
     config.prompts_per_step = 64
+    config.distributed = False  # one of several processes: docs/scaling.md
     config.profile_steps = ""  # "10:12": these steps leave a trace for TensorBoard's profiler
 
     config.task = ConfigDict()

@@ -95,3 +95,36 @@ class RunLog:
         self._rollouts.close()
         self._validations.close()
         self._events.close()
+
+
+class SilentLog(RunLog):
+    """Of a process that leaves the writing to the first: it knows the validations alone."""
+
+    def __init__(self) -> None:
+        self.validations = []
+
+    def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def histogram(self, step: int, name: str, values: np.ndarray) -> None:
+        pass
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        pass
+
+    def rollouts(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+    def validation(
+        self, step: int, task: str, outcome: Validation, seconds: Mapping[str, float]
+    ) -> None:
+        self.validations.append(outcome.record(step))
+
+    def progress(self, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

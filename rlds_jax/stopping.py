@@ -15,8 +15,11 @@ class StopRequested(Exception):
     """The run was asked to stop by the signal `number`."""
 
     def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
+        super().__init__(number)
         self.number = number
+
+    def __str__(self) -> str:
+        return signal.Signals(self.number).name
 
 
 class StopSignals:
@@ -39,8 +42,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        for number, handler in self._previous.items():  # None: not set by Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """`asyncio.run(work)`, which a signal cancels.

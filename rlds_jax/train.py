@@ -13,9 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
+import jax
 from ml_collections import ConfigDict
 
-from rlds_jax import commands, summary
+from rlds_jax import commands, processes, summary
 from rlds_jax.batch import BatchError
 from rlds_jax.rollouts.group import AllRolloutsDropped
 from rlds_jax.stopping import StopRequested, StopSignals
@@ -24,13 +25,16 @@ from rlds_jax.trainer import NonfiniteUpdates, Trainer
 
 
 def main(config: ConfigDict, workdir: Path) -> None:
+    with commands.refuse_bad_input():
+        processes.initialise(config.distributed)
     with StopSignals() as signals:
         with commands.refuse_bad_input():
             trainer = Trainer(config, workdir, signals)
         try:
             with contextlib.closing(trainer):
                 trainer.run()
-            print(summary.text(summary.write(workdir), workdir))
+            if jax.process_index() == 0:
+                print(summary.text(summary.write(workdir), workdir))
         except StopRequested as stop:
             print(
                 f"stopped by {stop} after step {trainer.completed} of {config.steps}; "

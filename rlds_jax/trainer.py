@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rlds_jax import advantages, play, profiling, sharding, update
+from rlds_jax import advantages, play, processes, profiling, sharding, update, validation
 from rlds_jax import workdir as workdirs
 from rlds_jax.batch import Batch, BatchLayout
 from rlds_jax.checkpoint import CheckpointConfig, Checkpoints, abstract_like
@@ -26,10 +26,11 @@ from rlds_jax.models import attention_gate, hub, weights
 from rlds_jax.models.qwen3 import Params
 from rlds_jax.rollouts import markdown, statistics
 from rlds_jax.rollouts.config import RolloutConfig
+from rlds_jax.rollouts.context import RolloutContext
 from rlds_jax.rollouts.group import run_groups
 from rlds_jax.rollouts.timing import PhaseClock
 from rlds_jax.rollouts.types import GroupResult, Trajectory
-from rlds_jax.run_log import RunLog
+from rlds_jax.run_log import RunLog, SilentLog
 from rlds_jax.step_batch import (
     UpdateConfig,
     make_batches,
@@ -39,7 +40,7 @@ from rlds_jax.step_batch import (
 from rlds_jax.stopping import StopRequested, StopSignals
 from rlds_jax.tasks.base import Item, Task, TaskUnavailable
 from rlds_jax.update import TrainState
-from rlds_jax.validation import ValidationConfig, best, validate, validation_items
+from rlds_jax.validation import ValidationConfig, best, validation_items
 
 
 class NonfiniteUpdates(RuntimeError):
@@ -128,14 +129,15 @@ class Trainer:
             self.train_items = self.task.items("train")
             step_items(self.train_items, 1, config.prompts_per_step, config.seed)
             self.validation_items = validation_items(self.task, self.validation)
-            opened.enter_context(workdirs.claim(workdir, config))
+            claim = functools.partial(workdirs.claim, workdir, config)
+            opened.enter_context(processes.first(claim, contextlib.nullcontext))
             workdirs.keep_compilations(workdir)
             self.checkpoints = Checkpoints(workdir / "checkpoints", self.checkpoint.keep)
             opened.callback(self.checkpoints.close)
             self.model = weights.load_config(source)
             sharding.check_mesh(self.model, mesh, self.layout.rows)
             attention = attention_gate.choose(compute.attention, self.model, compute.dtype)
-            compute = dataclasses.replace(compute, attention=attention)
+            self.compute = compute = dataclasses.replace(compute, attention=attention)
             shardings = update.state_shardings(self.model, transform, mesh)
             _, params = weights.load(source, jnp.float32, shardings.params)
             self.reference = self._reference(params, compute.dtype)
@@ -146,7 +148,7 @@ class Trainer:
                 self.task,
                 source,
                 self.model,
-                self.state.params,
+                self._whole_params(),
                 version=self.completed,
                 workdir=workdir,
             )
@@ -171,9 +173,13 @@ class Trainer:
         fresh = functools.partial(update.init_state, optimizer=transform, rng=key)
         abstract = jax.eval_shape(fresh, params)
         found = self.checkpoints.restore(abstract_like(abstract, shardings))
-        self.log = RunLog(self.workdir, self.config, None if found is None else found.step)
+        restored = None if found is None else found.step
+        log = functools.partial(RunLog, self.workdir, self.config, restored)
+        self.log: RunLog = processes.first(log, SilentLog)
+        self.log.validations = processes.gather(self.log.validations)[0]
         if found is None:
-            self.state = jax.device_put(fresh(params), shardings)
+            place = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)
+            self.state = place(params)
             self.completed, self._nonfinite = 0, 0
         else:
             self.state = found.state
@@ -257,8 +263,16 @@ class Trainer:
         config = self.config
         items = step_items(self.train_items, step, config.prompts_per_step, config.seed)
         context = dataclasses.replace(self.context, clock=PhaseClock())
-        groups = self.signals.run(run_groups(context, items, step))
+        groups = self._play(context, items, step)
         return groups, statistics.rollout_metrics(groups, self.task, context.clock.seconds())
+
+    def _play(self, context: RolloutContext, items: Sequence[Item], step: int) -> list[GroupResult]:
+        """The groups of all items; each process plays its share."""
+
+        def play_share() -> list[GroupResult]:
+            return self.signals.run(run_groups(context, items, step, processes.share(len(items))))
+
+        return processes.interleave(processes.agree(play_share))
 
     def validate_if_due(self, step: int) -> None:
         """Scores the policy after `step` steps on the validation items, unless that is logged."""
@@ -266,8 +280,9 @@ class Trainer:
         if done or not self.validation.due(step, self.config.steps):
             return
         started = time.perf_counter()
-        work = validate(self.context, self.validation_items, self.validation)
-        outcome = self.signals.run(work)
+        context = validation.plain(self.context, self.validation)
+        groups = self._play(context, self.validation_items, step=0)
+        outcome = validation.score(self.validation_items, groups, self.validation)
         self.engine.metrics()  # a training step's are of that step alone
         seconds = {"timing_s/validation": time.perf_counter() - started}
         self.log.validation(step, self.task.name, outcome, seconds)
@@ -302,8 +317,11 @@ class Trainer:
     def sync(self, version: int) -> dict[str, float]:
         """Gives the engine the new weights."""
         started = time.perf_counter()
-        self.engine.update_weights(self.state.params, version)
+        self.engine.update_weights(self._whole_params(), version)
         return {"timing_s/sync": time.perf_counter() - started}
+
+    def _whole_params(self) -> Params:
+        return processes.whole(self.state.params, self.mesh, self.compute.dtype)
 
     def _checked(self, step: int, batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
         """The finite metrics of an update; stops the run after too many skipped ones in a row."""
@@ -311,7 +329,7 @@ class Trainer:
         if self._nonfinite >= self.settings.max_nonfinite:
             path = self.workdir / f"nonfinite_batch_step{step}.npz"
             fields: dict[str, Any] = {k: v for k, v in vars(batch).items() if v is not None}
-            np.savez(path, **fields)
+            processes.first(lambda: np.savez(path, **fields), lambda: None)
             raise NonfiniteUpdates(
                 f"step {step}: loss or gradient was not finite in {self._nonfinite} updates in a "
                 f"row; none was applied. The batch is in {path}; a lower "

@@ -211,7 +211,11 @@ def batch_shardings(mesh: Mesh, with_old_logprobs: bool = False) -> Batch:
 
 def put_batch(batch: Batch, mesh: Mesh) -> Batch:
     """Copies a packed batch, the same in every process, to the devices of `mesh`."""
-    return jax.device_put(batch, batch_shardings(mesh, batch.old_logprobs is not None))
+    return jax.tree.map(
+        lambda x, place: jax.make_array_from_process_local_data(place, x, x.shape),
+        batch,
+        batch_shardings(mesh, batch.old_logprobs is not None),
+    )
 
 
 def _logprobs(params, model: ModelConfig, compute: ComputeConfig, micro: Batch, mesh: Mesh | None):

@@ -11,6 +11,7 @@ from scipy import stats
 
 from rlds_jax.rollouts.context import RolloutContext
 from rlds_jax.rollouts.group import run_groups
+from rlds_jax.rollouts.types import GroupResult
 from rlds_jax.tasks.base import Item, Task
 
 
@@ -117,18 +118,26 @@ def validation_items(task: Task, config: ValidationConfig) -> Sequence[Item]:
 async def validate(
     context: RolloutContext, items: Sequence[Item], config: ValidationConfig
 ) -> Validation:
-    """Plays every item once with the original prompt: no grading, reflection or retry.
-
-    Every call draws with the same seeds, whatever the run's own seed and step.
-
-    Args:
-      context: of the run; its rollout settings and seed are replaced.
+    """Plays every item once in the `plain` context.
 
     Raises:
       AllRolloutsDropped: no rollout survived.
     """
-    plain = dataclasses.replace(context, config=context.config.validation(), run_seed=config.seed)
-    groups = await run_groups(plain, items, step=0)
+    return score(items, await run_groups(plain(context, config), items, step=0), config)
+
+
+def plain(context: RolloutContext, config: ValidationConfig) -> RolloutContext:
+    """The context of a run for its validation: one rollout, no grading, reflection or retry.
+
+    It draws with the same seeds every time, whatever the run's own seed and step.
+    """
+    return dataclasses.replace(context, config=context.config.validation(), run_seed=config.seed)
+
+
+def score(
+    items: Sequence[Item], groups: Sequence[GroupResult], config: ValidationConfig
+) -> Validation:
+    """The outcome of playing each item."""
     rows = {
         item.id: row
         for item, group in zip(items, groups, strict=True)

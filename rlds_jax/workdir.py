@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from rlds_jax import run_files
 
 # What a resumed run may change: none of it enters the numbers of the steps that were taken.
-FREE = ("steps", "checkpoint.", "mesh.", "batch.max_micro", "profile_steps")
+FREE = ("steps", "checkpoint.", "mesh.", "batch.max_micro", "profile_steps", "distributed")
 # What a resumed run changes or removes, so that it must be a run's own.
 MADE = ("checkpoints", "rollouts.jsonl", "validation.jsonl", "tensorboard")
 

@@ -218,6 +218,36 @@ def test_a_batch_that_moves_to_the_device_unasked_is_refused(start, monkeypatch)
         run.optimise(2, [batch])
 
 
+class Unready:
+    """Of an update that never ends: whoever waits for it fails."""
+
+    def wait(self, *_, **__):
+        raise AssertionError("the host waits inside the step")
+
+    block_until_ready = __array__ = __float__ = __int__ = __bool__ = __index__ = wait
+    __getattr__ = wait  # fields, so that a state and an outcome hold nothing to wait for either
+
+
+def test_the_host_waits_for_no_update_before_all_are_dispatched(start, monkeypatch):
+    run = start(tiny(epochs=2))
+    tokens, weight = np.arange(9, dtype=np.int32), np.ones(9, np.float32)
+    batch = batching.pack([batching.nll_sequence(("a",), tokens, weight)], run.layout)
+    events = []
+
+    def dispatch(state, reference, placed):
+        events.append("update")
+        return Unready(), Unready()
+
+    def logged(outcome):
+        events.append("log")
+        return {"actor/update_nonfinite": 0.0}
+
+    run._update, run._logprobs = dispatch, None
+    monkeypatch.setattr(update, "metrics", logged)
+    run.optimise(1, [batch, batch])
+    assert events == ["update"] * 4 + ["log"] * 4
+
+
 def test_rollouts_are_on_disk_when_the_update_fails(start, tmp_path):
     run = start(tiny())
     run.layout = BatchLayout(rows=1, row_length=run.layout.row_length, max_micro=1)

@@ -33,23 +33,24 @@ class AllRolloutsDropped(RuntimeError):
 
 
 async def run_groups(
-    context: RolloutContext, items: Sequence[Item], step: int, first_slot: int = 0
+    context: RolloutContext, items: Sequence[Item], step: int, slots: Sequence[int] | None = None
 ) -> list[GroupResult]:
     """All groups of a step, concurrently.
 
     Args:
       items: one per group; an item may occur twice.
       step: enters uids and seeds.
-      first_slot: slot of the first item, where several hosts share a step.
+      slots: indices of the items to play, where several hosts share a step; None for all.
 
     Returns:
-      One result per item, in their order.
+      One result per item that was played, in their order.
 
     Raises:
       AllRolloutsDropped: every rollout failed; the cause is the first failure.
       TaskUnavailable: the task cannot go on.
     """
-    groups = [_Group(context, item, step, first_slot + i) for i, item in enumerate(items)]
+    slots = range(len(items)) if slots is None else slots
+    groups = [_Group(context, items[slot], step, slot) for slot in slots]
     unavailable = None
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -160,10 +160,11 @@ def test_all_seeds_of_a_step_differ_even_for_the_same_item_twice(tokenizer):
     assert len(set(seeds)) == len(seeds)
 
 
-def test_first_slot_shifts_uids_and_seeds(tokenizer):
+def test_a_share_of_a_step_keeps_its_uids_and_seeds(tokenizer):
     context = make_context(tokenizer, policy(), group_size=1, condition="rlvr")
-    (shifted,) = run(context, ITEMS[1:], first_slot=1)
-    assert shifted.uid == "5-1"
+    (played,) = run(context, ITEMS, slots=[1])
+    assert played.uid == "5-1"
+    assert played.trajectories[0].item_id == ITEMS[1].id
     assert context.engine.requests[0].seed == request_seed(3, 5, 1, 0, "actor", 0)
 
 
