@@ -35,6 +35,7 @@ _INSTALL = (
 )
 _SMALL = (
     "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",  # a replacement of a killed JVM is soon warm
     "-XX:-UsePerfData",  # no file in the temporary directory to outlive a kill
     "-XX:+ExitOnOutOfMemoryError",
 )
