@@ -22,6 +22,7 @@ import numpy as np
 from experiments.compare import paired_difference
 from experiments.two_parts import train_or_summary
 from rlds_jax import run_files
+from rlds_jax.summary import score
 from rlds_jax.validation import best, bootstrap_mean
 
 ROOT = Path("runs/conditions")
@@ -152,10 +153,7 @@ def described(condition: str, run: Run) -> dict[str, Any]:
         "command": " ".join(["python", *command(condition, run.seed)]),
         "seed": run.seed,
         "tokens_per_step": run.sampled_tokens(STEPS) / STEPS,
-        "validations": [
-            {name: v[name] for name in ("step", "mean", "low", "high", "n")}
-            for v in run.validations
-        ],
+        "validations": [score(record) for record in run.validations],
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from configs.hotpotqa import get_config
-from rlds_jax import run_files
+from rlds_jax import run_files, summary
 from rlds_jax.play import make_task
 from rlds_jax.tasks.hotpotqa.task import SUBTASKS
 
@@ -55,10 +55,7 @@ def read(workdir: Path) -> dict[str, Any]:
     scalars = run_files.scalars(workdir)
     curves = {name: [*scalars[name].values()] for name in MEASURED if name in scalars}
     return {
-        "validations": [
-            {name: v[name] for name in ("step", "mean", "low", "high", "n")}
-            for v in run_files.validations(workdir)
-        ],
+        "validations": [summary.score(record) for record in run_files.validations(workdir)],
         "first": {name: _mean(curve[: _quarter(curve)]) for name, curve in curves.items()},
         "last": {name: _mean(curve[-_quarter(curve) :]) for name, curve in curves.items()},
         "rewards": curves["critic/rewards/mean"],

@@ -9,7 +9,7 @@ hold what this renders.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +140,20 @@ def plans(result: dict[str, Any]) -> list[str]:
 
 def tiny_policy(result: dict[str, Any]) -> list[str]:
     """The measured quality of the bundled policy's roles."""
+    return _roles(result, "success", "boards")
+
+
+def _roles(
+    result: dict[str, Any], success: str, items: str, more: Mapping[str, str] | None = None
+) -> list[str]:
+    """What a bundled policy does in its roles; `more` are further lines, by key of the result."""
     what = {
-        "success": "actor: success on validation boards",
-        "success_where_other_failed": "actor: success where another attempt failed",
-        "retry_success": "retry of a failure, with guidance: success",
+        "success": f"actor: {success} on validation {items}",
+        "success_where_other_failed": f"actor: {success} where another attempt failed",
+        "retry_success": f"retry of a failure, with guidance: {success}",
         "grader_parsed": "grader: valid JSON, without a schema",
         "reflector_valid": "reflector: valid reports",
+        **(more or {}),
     }
     rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
     return _table(["the bundled policy, before RLDS", "share"], rows)
@@ -220,17 +228,11 @@ def retrieval(result: dict[str, Any]) -> list[str]:
 
 def tiny_hotpotqa(result: dict[str, Any]) -> list[str]:
     """The measured quality of the tiny HotpotQA policy's roles."""
-    what = {
-        "success": "actor: exact match on validation questions",
-        "success_where_other_failed": "actor: exact match where another attempt failed",
+    more = {
         "tools/valid_call_rate": "actor: calls that could be executed",
         "answered": "actor: episodes that end with a boxed answer",
-        "retry_success": "retry of a failure, with guidance: exact match",
-        "grader_parsed": "grader: valid JSON, without a schema",
-        "reflector_valid": "reflector: valid reports",
     }
-    rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
-    return _table(["the tiny policy, before RLDS", "share"], rows)
+    return _roles(result, "exact match", "questions", more)
 
 
 def hotpotqa(result: dict[str, Any]) -> list[str]:
@@ -286,22 +288,14 @@ def scienceworld(result: dict[str, Any]) -> list[str]:
 
 def tiny_scienceworld(result: dict[str, Any]) -> list[str]:
     """The measured quality of the tiny ScienceWorld policy's roles."""
-    what = {
-        "success": "actor: success on validation items",
-        "success_where_other_failed": "actor: success where another attempt failed",
-        "retry_success": "retry of a failure, with guidance: success",
-        "grader_parsed": "grader: valid JSON, without a schema",
-        "reflector_valid": "reflector: valid reports",
-        "retry_step_agreement": "reflector: `retry_from_step` of the script",
-    }
-    rows = [[text, f"{result[key]:.1%}"] for key, text in what.items()]
+    more = {"retry_step_agreement": "reflector: `retry_from_step` of the script"}
     agreed = [
         [name.removesuffix("/score"), f"{result[name]:.1%}", f"{result[f'{subtask}/pivot']:.1%}"]
         for name in result
         if name.endswith("/score") and (subtask := name.removesuffix("/score"))
     ]
     return [
-        *_table(["the tiny policy, before RLDS", "share"], rows),
+        *_roles(result, "success", "items", more),
         "",
         *_table(["grader agrees with the script on", "score", "pivot"], agreed),
         "",

@@ -9,8 +9,6 @@ the grader puts pivots; it does not say which condition is better.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlds_jax import commands, run_files, summary
+from experiments.two_parts import train_or_summary
+from rlds_jax import run_files, summary
 
 ROOT = Path("runs/scienceworld")
 CONDITIONS = ("rlds", "rlvr")
@@ -54,10 +53,7 @@ def described(condition: str) -> dict[str, Any]:
     return {
         "command": " ".join(["python", *command(condition)]),
         "seed": SEED,
-        "validations": [
-            {name: record[name] for name in ("step", "mean", "low", "high", "n")}
-            for record in run_files.validations(workdir)
-        ],
+        "validations": [summary.score(record) for record in run_files.validations(workdir)],
         **{name: found[name] for name in ("steps", "step_seconds", "sampled_tokens")},
         "means": {
             name: float(np.mean([*scalars[name].values()]))
@@ -93,15 +89,5 @@ def summarised() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("train", "summary"))
-    if parser.parse_args().what == "train":
-        train()
-        return
-    with commands.refuse_bad_input():
-        print(json.dumps(summarised(), indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    train_or_summary(__doc__, train, summarised)

@@ -40,7 +40,7 @@ def write(workdir: Path) -> dict[str, Any]:
       FileNotFoundError: the workdir holds no run.
     """
     scalars = run_files.scalars(workdir)
-    validations = [_interval(record) for record in run_files.validations(workdir)]
+    validations = [score(record) for record in run_files.validations(workdir)]
     best = validation.best(validations)
     logged = scalars.get(WHOLE_STEP, {}).keys()
     saved = checkpoint.steps(workdir / "checkpoints")
@@ -106,7 +106,8 @@ def sampled_tokens(scalars: run_files.Scalars) -> dict[str, float]:
     return tokens
 
 
-def _interval(record: Mapping[str, Any]) -> dict[str, Any]:
+def score(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a validation came to, without its items."""
     return {name: record[name] for name in ("step", "mean", "low", "high", "n")}
 
 

@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 from experiments.tiny_policy import evaluate
 from experiments.tiny_policy.frozenlake import critics
 from experiments.tiny_policy.frozenlake.actor import GUIDED, UNGUIDED, Skill, stated_cell
-from experiments.tiny_policy.frozenlake.demonstrations import Demonstrator, Mixture, play
+from experiments.tiny_policy.frozenlake.demonstrations import play
 from experiments.tiny_policy.recipe import bundled, load
+from experiments.tiny_policy.transcripts import Scribe
 from rlds_jax.play import make_task
 from rlds_jax.rollouts.grading import parse_grades
 from rlds_jax.rollouts.reflection import parse_reflection
@@ -23,7 +24,7 @@ RECIPE = load("frozenlake")
 TASK = make_task(RECIPE.config().task)
 NAMES = [subtask.name for subtask in SUBTASKS]
 PERFECT = Skill(invalid=0, misread=0, wander=0, reckless=0)
-DEMONSTRATOR = Demonstrator(TASK, Mixture(), seed=0)
+SCRIBE = Scribe(TASK, critics)
 BOARD = ["A D C", "D D D", "C D B"]
 
 
@@ -76,11 +77,11 @@ def test_scripted_answers_are_valid_and_say_the_truth():
     for item in TASK.items("train")[:100]:
         episode = play(TASK, item, UNGUIDED, random.Random(item.id))
         true = critics.grade(episode)
-        grades = parse_grades(_answer(DEMONSTRATOR.grader(episode)), NAMES, len(episode.turns))
+        grades = parse_grades(_answer(SCRIBE.grader(episode)), NAMES, len(episode.turns))
         assert grades.scores == tuple(grade.score for grade in true)
         assert grades.pivots == tuple(grade.pivot for grade in true)
         if not episode.success:
-            answer = _answer(DEMONSTRATOR.reflector(episode, graded=True))
+            answer = _answer(SCRIBE.reflector(episode, graded=True))
             report = parse_reflection(answer, len(episode.turns))
             assert report.retry_from == critics.retry_step(episode)
 
@@ -101,7 +102,7 @@ def test_a_hole_is_the_hazard_pivot_and_where_the_retry_starts():
     assert (planning.score, planning.pivot) == (2, 1)
     assert (tracking.score, boundary.score) == (5, 5)
     assert "Step 1 went Right onto C." in critics.root_cause(episode)
-    report = _answer(DEMONSTRATOR.reflector(episode, graded=True))
+    report = _answer(SCRIBE.reflector(episode, graded=True))
     assert "At step 1 go Down Down Right to B" in report
 
 

@@ -86,7 +86,7 @@ def quality(
     truth = [(t, recipe.replay(task, item, t)) for item, t in pairs]
     retried = {t.parent: t.retry_from for t in retries}
     measured["retry_step_agreement"] = _mean(
-        retried[t.uid] == recipe.retry_step(e) for t, e in truth if t.uid in retried
+        retried[t.uid] == recipe.critics.retry_step(e) for t, e in truth if t.uid in retried
     )
     return measured | agreement(recipe, task, truth)
 
@@ -95,7 +95,9 @@ def agreement(
     recipe: Recipe, task: Task, truth: Sequence[tuple[Trajectory, Any]]
 ) -> dict[str, float]:
     """Per subtask: shares of equal scores and of equal pivots."""
-    graded = [(t.grades, t.pivots, recipe.grade(e)) for t, e in truth if t.grades and t.pivots]
+    graded = [
+        (t.grades, t.pivots, recipe.critics.grade(e)) for t, e in truth if t.grades and t.pivots
+    ]
     measured = {}
     for k, subtask in enumerate(task.subtasks):
         given = [(scores[k], pivots[k], true[k]) for scores, pivots, true in graded]

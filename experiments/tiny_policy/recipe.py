@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ml_collections import ConfigDict
 
-from experiments.tiny_policy.transcripts import Grade, Transcript
+from experiments.tiny_policy.transcripts import Critics, Transcript
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
 from rlds_jax.tasks.base import Item, Task
@@ -23,6 +23,7 @@ class Recipe(Protocol):
 
     Attributes:
       directory: of the bundled policy, under rlds_jax/models.
+      critics: of the episodes that `replay` gives.
       alone: regular expression of the texts that no merge of the tokenizer runs into.
       vocabulary: most tokens, the chat tokens included.
       sft: fields of configs/sft.py.
@@ -30,6 +31,7 @@ class Recipe(Protocol):
     """
 
     directory: str
+    critics: Critics
     alone: str
     vocabulary: int
     sft: Mapping[str, Any]
@@ -51,14 +53,6 @@ class Recipe(Protocol):
 
     def replay(self, task: Task, item: Item, trajectory: Trajectory) -> Any:
         """The episode of a trajectory, with what truly happened in it."""
-        ...
-
-    def grade(self, episode: Any) -> Sequence[Grade]:
-        """The scripted grader's grades of a replayed episode, in the order of the subtasks."""
-        ...
-
-    def retry_step(self, episode: Any) -> int:
-        """The step that the scripted reflector sends a replayed failure back to."""
         ...
 
 

@@ -10,21 +10,19 @@ from experiments.tiny_policy import transcripts
 from experiments.tiny_policy.frozenlake import critics
 from experiments.tiny_policy.frozenlake.actor import GUIDED, UNGUIDED, Skill, act
 from experiments.tiny_policy.frozenlake.critics import Episode
-from experiments.tiny_policy.transcripts import Scribe, Transcript
+from experiments.tiny_policy.transcripts import Scribe, Shares, Transcript
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.frozenlake import STEPS, FrozenLake
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
-    """Transcripts per train item, and the shares within a role.
+class Mixture(Shares):
+    """Transcripts per train item, and the shares within a role; see `Shares`.
 
     Attributes:
-      graded, reflected: chance that an episode also gives a grader and a reflector transcript.
-      ungraded: share of reflector transcripts without the grades section.
+      graded: chance that an episode also gives a grader transcript.
       astray: share of guided episodes whose advised route is random, which the actor ignores.
-      from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
     graded: float = 0.35
@@ -40,7 +38,7 @@ class Demonstrator:
     def __init__(self, task: FrozenLake, mixture: Mixture, seed: int):
         self._task = task
         self._mixture = mixture
-        self._scribe = Scribe(task)
+        self._scribe = Scribe(task, critics)
         self._seed = seed
 
     def transcripts(self, split, start: int, stop: int) -> Iterator[Transcript]:
@@ -55,30 +53,14 @@ class Demonstrator:
         yield self._scribe.actor(original)
         episodes = [original]
         if not original.success:
-            if rng.random() < mixture.reflected:
-                yield self.reflector(original, graded=rng.random() >= mixture.ungraded)
-            step = 0 if rng.random() < mixture.from_start else critics.retry_step(original)
+            reports, step = self._scribe.failure(original, mixture, rng)
+            yield from reports
             retry = play(self._task, item, GUIDED, rng, prefix=original.turns[:step])
             yield self._scribe.actor(retry, step, self._guidance(original, rng))
             episodes.append(retry)
         for episode in episodes:
             if rng.random() < mixture.graded:
-                yield self.grader(episode)
-
-    def grader(self, episode: Episode) -> Transcript:
-        return self._scribe.grader(
-            episode, episode.outcome, critics.root_cause(episode), critics.grade(episode)
-        )
-
-    def reflector(self, episode: Episode, graded: bool) -> Transcript:
-        return self._scribe.reflector(
-            episode,
-            summary=critics.summary(episode),
-            diagnosis=critics.diagnosis(episode),
-            suggestion=critics.suggestion(episode),
-            retry_step=critics.retry_step(episode),
-            grades=critics.grade(episode) if graded else None,
-        )
+                yield self._scribe.grader(episode)
 
     def _guidance(self, failed: Episode, rng: random.Random) -> str:
         route = None
@@ -93,7 +75,7 @@ def play(
     """Plays an item with the scripted actor, after replaying `prefix`."""
     environment = task.environment(item)
 
-    def turn(_: Sequence[Turn]) -> str:
+    def turn(*_: object) -> str:
         cell = environment.log[-1].after if environment.log else environment.board.start
         return act(environment.board, cell, skill, rng)
 

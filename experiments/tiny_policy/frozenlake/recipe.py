@@ -11,7 +11,7 @@ from configs.frozenlake import get_config
 from experiments.tiny_policy.frozenlake import critics
 from experiments.tiny_policy.frozenlake.critics import Episode
 from experiments.tiny_policy.frozenlake.demonstrations import Demonstrator, Mixture
-from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
+from experiments.tiny_policy.transcripts import Played, Transcript, play
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
 from rlds_jax.tasks.base import Item
@@ -24,6 +24,7 @@ class FrozenLakeRecipe:
     """See `Recipe`. A grid cell, a digit, a move and a tag are one token each."""
 
     directory = "tiny"
+    critics = critics
     alone = r" ?\b(?:[A-D]|Up|Down|Left|Right|\d)\b|\d|\n+|</?action>|</?"
     vocabulary = 1536
     sft = types.MappingProxyType(
@@ -57,14 +58,8 @@ class FrozenLakeRecipe:
     def replay(self, task: FrozenLake, item: Item, trajectory: Trajectory) -> Episode:
         actions = iter([turn.action for turn in trajectory.turns])
         environment = task.environment(item)
-        played = play(environment, lambda _: next(actions))
+        played = play(environment, lambda *_: next(actions))
         return Episode.of(played, environment, task.max_turns)
-
-    def grade(self, episode: Episode) -> Sequence[Grade]:
-        return critics.grade(episode)
-
-    def retry_step(self, episode: Episode) -> int:
-        return critics.retry_step(episode)
 
 
 RECIPE = FrozenLakeRecipe()
@@ -72,4 +67,4 @@ RECIPE = FrozenLakeRecipe()
 
 def _probe(task: FrozenLake, moves: list[str]) -> Played:
     actions = iter([f"<action>{move}</action>" for move in moves])
-    return play(task.environment(Item("manifest", {"board": _BOARD})), lambda _: next(actions))
+    return play(task.environment(Item("manifest", {"board": _BOARD})), lambda *_: next(actions))

@@ -30,14 +30,9 @@ _FAULTS: dict[Kind, str] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Episode:
+class Episode(Played):
     """A played episode, and per turn its kind and where the question stood before it."""
 
-    initial_observation: str
-    turns: tuple[Turn, ...]
-    reward: float
-    success: bool
-    ended_by: str
     kinds: tuple[Kind, ...]
     plans: tuple[Plan, ...]
 
@@ -50,15 +45,7 @@ class Episode:
             _kind(turn, turns, known, question, played.success)
             for turn, turns, known in zip(played.turns, before, plans, strict=True)
         )
-        return cls(
-            played.initial_observation,
-            played.turns,
-            played.reward,
-            played.success,
-            played.ended_by,
-            kinds,
-            plans,
-        )
+        return cls(**vars(played), kinds=kinds, plans=plans)
 
     @property
     def outcome(self) -> str:
@@ -100,6 +87,9 @@ def root_cause(episode: Episode) -> str:
     if step is None:
         return "Every search found what the next step needed."
     return f"Step {step} {_FAULTS[episode.kinds[step]]}."
+
+
+diagnosis = root_cause  # the reflector says no more
 
 
 def summary(episode: Episode) -> str:

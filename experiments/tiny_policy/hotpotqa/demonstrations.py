@@ -11,7 +11,7 @@ from experiments.tiny_policy.hotpotqa import critics
 from experiments.tiny_policy.hotpotqa.actor import GUIDED, UNGUIDED, Skill, act
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.invented import Inventor, Scene, Shelf, passages_of
-from experiments.tiny_policy.transcripts import Scribe, Transcript
+from experiments.tiny_policy.transcripts import Scribe, Shares, Transcript
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.hotpotqa import offline
@@ -21,8 +21,8 @@ from rlds_jax.tasks.hotpotqa.task import HotpotQA
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
-    """Transcripts per question, and the shares within a role.
+class Mixture(Shares):
+    """Transcripts per question, and the shares within a role; see `Shares`.
 
     Attributes:
       real: share of questions from the encyclopedia, which is searched by title for them; the
@@ -30,11 +30,9 @@ class Mixture:
       bare: share of an invented question's actor transcripts without system prompt and tools,
         which takes half the tokens.
       drills: chance that an invented question comes with a list of names to write down again.
-      graded, reflected: chance that an episode also gives a grader and a reflector transcript.
-      ungraded: share of reflector transcripts without the grades section.
+      graded: chance that an episode also gives a grader transcript.
       astray: share of guided episodes whose advised query is another question's, which the actor
         ignores.
-      from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
     real: float = 0.1
@@ -53,7 +51,7 @@ class Demonstrator:
     def __init__(self, task: HotpotQA, mixture: Mixture, seed: int):
         self._task = task
         self._mixture = mixture
-        self._scribe = Scribe(task)
+        self._scribe = Scribe(task, critics)
         self._seed = seed
         validation = (item.data["question"] for item in task.items("validation"))
         articles = offline.load_articles()
@@ -88,38 +86,22 @@ class Demonstrator:
         yield self._actor(original, bare, rng)
         episodes = [original]
         if not original.success:
-            if rng.random() < mixture.reflected:
-                yield self.reflector(original, graded=rng.random() >= mixture.ungraded)
-            step = 0 if rng.random() < mixture.from_start else critics.retry_step(original)
+            reports, step = self._scribe.failure(original, mixture, rng)
+            yield from reports
             retry = play(environment, item, GUIDED, rng, prefix=original.turns[:step])
             yield self._scribe.actor(retry, step, self._guidance(original, rng))
             episodes.append(retry)
         for episode in episodes:
             if rng.random() < mixture.graded:
-                yield self.grader(episode)
+                yield self._scribe.grader(episode)
 
     def _actor(self, episode: Episode, bare: float, rng: random.Random) -> Transcript:
         transcript = self._scribe.actor(episode)
         return {"messages": transcript["messages"][1:]} if rng.random() < bare else transcript
 
-    def grader(self, episode: Episode) -> Transcript:
-        return self._scribe.grader(
-            episode, episode.outcome, critics.root_cause(episode), critics.grade(episode)
-        )
-
-    def reflector(self, episode: Episode, graded: bool) -> Transcript:
-        return self._scribe.reflector(
-            episode,
-            summary=critics.summary(episode),
-            diagnosis=critics.root_cause(episode),
-            suggestion=critics.suggestion(episode),
-            retry_step=critics.retry_step(episode),
-            grades=critics.grade(episode) if graded else None,
-        )
-
     def _guidance(self, failed: Episode, rng: random.Random) -> str:
         target = "Paris" if rng.random() < self._mixture.astray else None
-        return self._scribe.guidance(critics.root_cause(failed), critics.suggestion(failed, target))
+        return self._scribe.guidance(critics.diagnosis(failed), critics.suggestion(failed, target))
 
 
 def play(
@@ -132,7 +114,7 @@ def play(
     """Plays a question with the scripted actor, after replaying `prefix`."""
     question = item.data["question"]
 
-    def turn(turns: Sequence[Turn]) -> str:
+    def turn(_: str, turns: Sequence[Turn]) -> str:
         return act(question, turns, skill, rng)
 
     return Episode.of(transcripts.play(environment, turn, prefix))

@@ -13,7 +13,7 @@ from experiments.tiny_policy.hotpotqa import critics
 from experiments.tiny_policy.hotpotqa.critics import Episode
 from experiments.tiny_policy.hotpotqa.demonstrations import Demonstrator, Mixture
 from experiments.tiny_policy.hotpotqa.invented import Inventor
-from experiments.tiny_policy.transcripts import Grade, Played, Transcript, play
+from experiments.tiny_policy.transcripts import Played, Transcript, play
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory
 from rlds_jax.tasks.base import Item
@@ -33,6 +33,7 @@ class HotpotQARecipe:
     the first."""
 
     directory = "tiny_hotpotqa"
+    critics = critics
     alone = rf"\d|\n+|</?|(?:\p{{Lu}}\p{{L}}?|(?<={_ODD_LETTERS})\p{{L}}{{1,2}})(?: (?=\p{{Lu}}))?"
     vocabulary = 2560
     sft = types.MappingProxyType(
@@ -92,12 +93,6 @@ class HotpotQARecipe:
             )
         )
 
-    def grade(self, episode: Episode) -> Sequence[Grade]:
-        return critics.grade(episode)
-
-    def retry_step(self, episode: Episode) -> int:
-        return critics.retry_step(episode)
-
 
 RECIPE = HotpotQARecipe()
 
@@ -115,6 +110,6 @@ def _probe(task: HotpotQA, actions: Sequence[str]) -> Played:
     remaining = iter(actions)
     retriever = Retriever(_OnePassage())
     environment = HotpotQAEnvironment("Born when?", ["1815"], retriever, task.limits)
-    played = play(environment, lambda _: next(remaining))
+    played = play(environment, lambda *_: next(remaining))
     retriever.close()
     return played

@@ -92,6 +92,9 @@ def root_cause(episode: Episode) -> str:
     return f"Step {step}, {action}, {what}."
 
 
+diagnosis = root_cause  # the reflector says no more
+
+
 def suggestion(episode: Episode) -> str:
     """What the reflector says to do: the way on from `retry_step`."""
     step = retry_step(episode)

@@ -15,23 +15,20 @@ from experiments.tiny_policy.scienceworld.actor import GUIDED, UNGUIDED, Skill, 
 from experiments.tiny_policy.scienceworld.critics import Episode
 from experiments.tiny_policy.scienceworld.plan import targets
 from experiments.tiny_policy.scienceworld.renaming import renamed
-from experiments.tiny_policy.transcripts import Scribe, Transcript
+from experiments.tiny_policy.transcripts import Scribe, Shares, Transcript, play_async
 from rlds_jax.rollouts.types import Turn
 from rlds_jax.tasks.base import Item
 from rlds_jax.tasks.scienceworld.task import ScienceWorld
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture:
-    """Plays per item, transcripts per play, and the shares within a role.
+class Mixture(Shares):
+    """Plays per item, transcripts per play, and the shares within a role; see `Shares`.
 
     Attributes:
       plays: of each item, with other mistakes.
       copies: of each transcript, with other names.
       graded: chance that an episode of a play, the original or its retry, is graded.
-      reflected: chance that a failure also gives a reflector transcript.
-      ungraded: share of reflector transcripts without the grades section.
-      from_start: share of guided episodes that restart at turn 0 wherever they went wrong.
     """
 
     plays: int = 1
@@ -48,7 +45,7 @@ class Demonstrator:
     def __init__(self, task: ScienceWorld, mixture: Mixture, seed: int):
         self._task = task
         self._mixture = mixture
-        self._scribe = Scribe(task)
+        self._scribe = Scribe(task, critics)
         self._seed = seed
 
     def transcripts(self, split, start: int, stop: int) -> list[Transcript]:
@@ -74,33 +71,17 @@ class Demonstrator:
         made = [self._scribe.actor(original)]
         episodes = [original]
         if not original.success:
-            if rng.random() < mixture.reflected:
-                made.append(self.reflector(original, graded=rng.random() >= mixture.ungraded))
-            step = 0 if rng.random() < mixture.from_start else critics.retry_step(original)
+            reports, step = self._scribe.failure(original, mixture, rng)
+            made += reports
             retry = await play(self._task, item, GUIDED, rng, prefix=original.turns[:step])
             guidance = self._scribe.guidance(
-                critics.root_cause(original), critics.suggestion(original)
+                critics.diagnosis(original), critics.suggestion(original)
             )
             made.append(self._scribe.actor(retry, step, guidance))
             episodes.append(retry)
         if rng.random() < mixture.graded:
-            made.append(self.grader(rng.choice(episodes)))
+            made.append(self._scribe.grader(rng.choice(episodes)))
         return made
-
-    def grader(self, episode: Episode) -> Transcript:
-        return self._scribe.grader(
-            episode, episode.outcome, critics.root_cause(episode), critics.grade(episode)
-        )
-
-    def reflector(self, episode: Episode, graded: bool) -> Transcript:
-        return self._scribe.reflector(
-            episode,
-            summary=critics.summary(episode),
-            diagnosis=critics.root_cause(episode),
-            suggestion=critics.suggestion(episode),
-            retry_step=critics.retry_step(episode),
-            grades=critics.grade(episode) if graded else None,
-        )
 
 
 async def play(
@@ -109,25 +90,14 @@ async def play(
     """Plays an item with the scripted actor, after replaying `prefix`."""
     target = targets()[item.id]
     alike = [name for name in _alike()[item.data["task"]] if name != target.name]
-    environment = task.environment(item)
-    try:
-        initial = await environment.reset()
-        turns: list[Turn] = []
-        result = None
-        while result is None or not result.done:
-            episode = Episode(target, initial, tuple(turns), 0.0, "")
-            if len(turns) < len(prefix):
-                text = prefix[len(turns)].action
-            else:
-                seen = turns[-1].observation if turns else initial
-                others = things(seen, alike)
-                text = act(episode.goal, target, episode.states[-1], others, skill, rng)
-            result = await environment.step(text)
-            turns.append(Turn(text, result.observation))
-    finally:
-        await environment.close()
-    assert result.ended_by is not None
-    return Episode(target, initial, tuple(turns), result.reward, result.ended_by)
+
+    def turn(initial: str, turns: Sequence[Turn]) -> str:
+        episode = Episode(target, initial, tuple(turns), 0.0, "")
+        others = things(turns[-1].observation if turns else initial, alike)
+        return act(episode.goal, target, episode.states[-1], others, skill, rng)
+
+    played = await play_async(task.environment(item), turn, prefix)
+    return Episode(target, played.initial_observation, played.turns, played.reward, played.ended_by)
 
 
 @functools.cache

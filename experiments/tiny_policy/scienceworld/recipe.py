@@ -14,7 +14,7 @@ from experiments.tiny_policy.scienceworld.actor import BOXES, ROOMS, THINGS
 from experiments.tiny_policy.scienceworld.critics import Episode
 from experiments.tiny_policy.scienceworld.demonstrations import Demonstrator, Mixture
 from experiments.tiny_policy.scienceworld.plan import targets
-from experiments.tiny_policy.transcripts import Grade, Played, Transcript
+from experiments.tiny_policy.transcripts import Played, Transcript
 from rlds_jax.rollouts.prompts import EpisodeText
 from rlds_jax.rollouts.types import Trajectory, Turn
 from rlds_jax.tasks.base import Item
@@ -31,6 +31,7 @@ class ScienceWorldRecipe:
     run over lines, since what the simulator says between names is mostly the same."""
 
     directory = "tiny_scienceworld"
+    critics = critics
     alone = (
         r"<action>command</action>|</?action>|</?|(?<=Next: )\w+"
         rf"| ?\b(?:{'|'.join(map(re.escape, _LONGEST_FIRST))}|\d)\b|\d"
@@ -74,12 +75,6 @@ class ScienceWorldRecipe:
             trajectory.reward,
             trajectory.ended_by,
         )
-
-    def grade(self, episode: Episode) -> Sequence[Grade]:
-        return critics.grade(episode)
-
-    def retry_step(self, episode: Episode) -> int:
-        return critics.retry_step(episode)
 
 
 RECIPE = ScienceWorldRecipe()

@@ -35,7 +35,7 @@ _INSTALL = (
 )
 _SMALL = (
     "-XX:+UseSerialGC",
-    "-XX:TieredStopAtLevel=1",  # a replacement of a killed JVM is soon warm
+    "-XX:TieredStopAtLevel=1",
     "-XX:-UsePerfData",  # no file in the temporary directory to outlive a kill
     "-XX:+ExitOnOutOfMemoryError",
 )

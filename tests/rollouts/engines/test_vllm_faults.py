@@ -15,10 +15,8 @@ from small_engine import CONFIG, PARAMS
 from vllm_doubles import (
     FAKE,
     HERE,
-    Faults,
     expect_counting,
     make_engine,
-    run_instead,
     sample,
     sample_many,
 )
@@ -27,15 +25,6 @@ from rlds_jax.rollouts.engines.base import PromptTooLong
 from rlds_jax.rollouts.engines.vllm import EngineStopped, RequestRefused, RequestTimedOut
 from rlds_jax.rollouts.engines.vllm_process import SidecarFailed
 from rlds_jax.rollouts.engines.vllm_transport import OutOfSharedMemory, SharedMemory
-
-
-@pytest.fixture
-def faults(tmp_path, monkeypatch):
-    folder = tmp_path / "faults"
-    folder.mkdir()
-    monkeypatch.setenv("RLDS_TEST_FAULTS", str(folder))
-    run_instead(FAKE, monkeypatch)
-    return Faults(folder)
 
 
 @pytest.fixture

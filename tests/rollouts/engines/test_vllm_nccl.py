@@ -13,13 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nccl_doubles import VERSION, FakeNccl
 from small_engine import CONFIG, PARAMS
 from vllm_doubles import (
-    FAKE,
     HERE,
     SIDECAR_PYTHON,
-    Faults,
     expect_counting,
     make_engine,
-    run_instead,
     sample_many,
     settings,
 )
@@ -46,15 +43,6 @@ FAILURES = {
     "a new group is refused": ({"fail_update": 1}, {"refusals": 1}, 2),
     "a peer does not join": ({"fail_update": 1, "hang_joining": 1}, {}, 2),
 }
-
-
-@pytest.fixture
-def faults(tmp_path, monkeypatch):
-    folder = tmp_path / "faults"
-    folder.mkdir()
-    monkeypatch.setenv("RLDS_TEST_FAULTS", str(folder))
-    run_instead(FAKE, monkeypatch)
-    return Faults(folder)
 
 
 @pytest.fixture
